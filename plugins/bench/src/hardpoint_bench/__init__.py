@@ -1,0 +1,1 @@
+"""Benchmark command for Hardpoint."""

@@ -1,0 +1,1 @@
+"""Worker executors for Hardpoint: one process or many."""

@@ -1,0 +1,1 @@
+"""Model sources, tokenizers and weight readers for Hardpoint, without torch."""

@@ -1,0 +1,1 @@
+"""KV cache managers and schedulers for Hardpoint."""

@@ -1,0 +1,1 @@
+"""Torch part of the Hardpoint conformance kit."""

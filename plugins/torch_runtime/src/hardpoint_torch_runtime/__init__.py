@@ -1,0 +1,1 @@
+"""The torch worker and model runner for Hardpoint."""
