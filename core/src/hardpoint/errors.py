@@ -21,9 +21,7 @@ class InvalidRequestError(HardpointError):
     ``param`` names the offending request field; ``code`` is a short machine-readable word; ``status`` the HTTP status.
     """
 
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param = param
         self.code = code

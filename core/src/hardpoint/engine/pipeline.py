@@ -1,0 +1,86 @@
+"""The one step loop: schedule, execute, sample, update, with up to ``max_inflight_steps`` steps under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from hardpoint.interfaces.executor import Executor
+from hardpoint.interfaces.request import EngineOutput
+from hardpoint.interfaces.scheduler import Scheduler
+from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
+
+
+class GrammarSource(Protocol):
+    """Supplies the bitmask of a step whose sampling was deferred."""
+
+    def mask(self, step: SchedulerOutput) -> GrammarMask | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStep:
+    step: SchedulerOutput
+    future: Future[RunnerOutput | Deferred]
+
+
+class StepPipeline:
+    """Owns the steps between ``schedule`` and ``update``; updates happen strictly in step order.
+
+    An exception of the executor leaves the failed step in :attr:`inflight`: the engine core decides what to tell whom.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_inflight_steps: int = 1,
+        grammar: GrammarSource | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.max_inflight_steps = max_inflight_steps
+        self.inflight: deque[InflightStep] = deque()
+        self.num_steps_updated = 0
+        self._grammar = grammar
+
+    def has_work(self) -> bool:
+        return bool(self.inflight) or self.scheduler.has_work()
+
+    def advance(self) -> list[EngineOutput]:
+        """Submit what fits, then finish the oldest step. Returns [] when there was nothing to finish."""
+        self._submit()
+        if not self.inflight:
+            return []
+        oldest = self.inflight[0]
+        output = self._resolve(oldest)
+        self.inflight.popleft()
+        self.num_steps_updated += 1
+        return self.scheduler.update(oldest.step, output)
+
+    def drain(self) -> list[EngineOutput]:
+        """Finish every submitted step without submitting another."""
+        outputs: list[EngineOutput] = []
+        while self.inflight:
+            oldest = self.inflight[0]
+            output = self._resolve(oldest)
+            self.inflight.popleft()
+            self.num_steps_updated += 1
+            outputs.extend(self.scheduler.update(oldest.step, output))
+        return outputs
+
+    def _submit(self) -> None:
+        while len(self.inflight) < self.max_inflight_steps and self.scheduler.has_work():
+            step = self.scheduler.schedule()
+            if step.is_empty and not len(step.finished_slots) and not len(step.preempted_slots):
+                return
+            self.inflight.append(InflightStep(step, self.executor.execute(step)))
+
+    def _resolve(self, entry: InflightStep) -> RunnerOutput:
+        result = entry.future.result()
+        if isinstance(result, Deferred):
+            mask = self._grammar.mask(entry.step) if self._grammar is not None else None
+            result = self.executor.sample(result.step_id, mask).result()
+        return result

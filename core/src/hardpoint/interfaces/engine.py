@@ -1,0 +1,166 @@
+"""What front ends (endpoints, CLI, Python) see of a running engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hardpoint.interfaces.request import FinishReason, SamplingParams, SchedulerStats
+from hardpoint.interfaces.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Text or token ids; exactly one is set. ``add_special_tokens``: prepend BOS and the like to ``text``."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Per-request settings that are not sampling. ``timeout_s`` counts from arrival; ``external_id`` is for logs
+    only."""
+
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+    external_id: str | None = None
+    adapter: str | None = None
+    extensions: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One alternative: ``rank`` is 1-based, or None where unknown."""
+
+    token_id: int
+    logprob: float
+    text: str
+    token_bytes: bytes
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The chosen token and the top alternatives (most likely first) of one position."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of ``n`` sequences; text, ids and logprobs are full or new parts as ``SamplingParams.output_kind`` says."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_generated_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Seconds since arrival; None where the phase was not reached."""
+
+    arrival_time: float
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    decode_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """State of one request. ``error`` is a client-safe text when a sequence ended with ``FinishReason.ERROR``."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds the one request validator checks. Counts; ``vocab_size`` is the width of the logits."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int = 20
+    max_n: int = 128
+    max_prompts: int = 256
+    max_stop_strings: int = 16
+    max_stop_chars: int = 512
+    max_num_seqs: int = 256
+
+
+class EngineClient(Protocol):
+    """An asynchronous handle on one engine."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def limits(self) -> ModelLimits: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def tasks(self) -> tuple[str, ...]: ...
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as they come; the last one has ``finished``. Closing the iterator aborts the request.
+
+        Raises ``InvalidRequestError`` before anything is queued, ``OverloadedError``, ``EngineDeadError``,
+        ``EngineNotReadyError``.
+        """
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """Apply the chat template. Raises ``InvalidRequestError`` for messages it cannot take."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Loaded, alive, not draining, step loop advancing."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def dead_reason(self) -> str | None: ...
+
+    def stats(self) -> SchedulerStats | None:
+        """Latest statistics, None before the first step."""
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+
+class ModelRouter(Protocol):
+    """Resolves a model name to an engine; endpoints know no other way to reach one."""
+
+    def names(self) -> tuple[str, ...]: ...
+
+    def resolve(self, model: str | None) -> EngineClient:
+        """None means the only or default model. Raises ``InvalidRequestError`` with status 404 for an unknown name."""
+
+    def clients(self) -> tuple[EngineClient, ...]: ...

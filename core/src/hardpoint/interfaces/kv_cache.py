@@ -1,0 +1,264 @@
+"""KV cache records: what one layer stores, how layers share memory, and what a manager must do.
+
+Specs are frozen, hashable and compare by value, so layers, scheduler and workers share one object. Page arithmetic
+lives
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, NewType, Protocol
+
+import msgspec
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces.plugin import PluginContext
+from hardpoint.interfaces.request import EngineRequest
+
+BlockHash = NewType("BlockHash", bytes)
+BlockHashWithGroup = NewType("BlockHashWithGroup", bytes)
+
+NULL_BLOCK_ID = 0
+"""Block 0 is never owned: padding rows and positions without KV point at it."""
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+}
+
+
+def group_key(block_hash: BlockHash, group: int) -> BlockHashWithGroup:
+    """Index key of a block: the hash followed by the group id as four big-endian bytes (R11.2)."""
+    return BlockHashWithGroup(block_hash + group.to_bytes(4, "big"))
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Physical format of one layer's cache. Subclasses set ``kind`` to their ``kv_cache_spec`` plugin name.
+
+    ``block_size`` is in tokens. A subclass must define ``heads`` and ``content_bytes``; ``tokens_per_state`` is an
+    exact
+    positive integer or fraction (never a float) that divides the block evenly.
+    """
+
+    kind: ClassVar[str] = ""
+
+    block_size: int
+
+    @property
+    def heads(self) -> int:
+        raise TypeError(f"{type(self).__name__} defines no 'heads'; a KV cache spec must")
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes per head and state."""
+        raise TypeError(f"{type(self).__name__} defines no 'content_bytes'; a KV cache spec must")
+
+    @property
+    def tokens_per_state(self) -> int | Fraction:
+        return 1
+
+    @property
+    def states_per_block(self) -> int:
+        states = Fraction(self.block_size) / Fraction(self.tokens_per_state)
+        if states.denominator != 1 or states <= 0:
+            raise ConfigError(
+                f"{type(self).__name__}: block size {self.block_size} is not a whole number of states of "
+                f"{self.tokens_per_state} tokens; choose --block-size as a multiple"
+            )
+        return int(states)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.heads * self.states_per_block * self.content_bytes
+
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Upper bound of blocks one sequence can hold; serves both start-up sizing and admission (R1.35)."""
+        del max_in_flight_tokens
+        return -(-max_model_len // self.block_size)
+
+
+class AttentionSpec(KVCacheSpec, frozen=True, kw_only=True):
+    """Keys and values per token. ``dtype`` is the storage dtype by name, ``quantization`` an open mode name."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    quantization: str = "none"
+
+    @property
+    def heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def content_bytes(self) -> int:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV cache dtype {self.dtype!r} is unknown; allowed: {', '.join(sorted(DTYPE_BYTES))}")
+        return 2 * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+class FullAttentionSpec(AttentionSpec, frozen=True, kw_only=True):
+    """Every token is kept. ``sliding_window``: the layer computes with a window although all blocks are held
+    (R1.28)."""
+
+    kind: ClassVar[str] = "full_attention"
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+class WireSpec(msgspec.Struct, frozen=True):
+    """A spec on its way between processes: its plugin name and its fields as msgpack."""
+
+    kind: str
+    fields: bytes
+
+
+def spec_to_wire(spec: KVCacheSpec) -> WireSpec:
+    return WireSpec(spec.kind, msgspec.msgpack.encode(spec))
+
+
+def spec_from_wire(wire: WireSpec, classes: Mapping[str, type[KVCacheSpec]]) -> KVCacheSpec:
+    """Rebuild a spec. ``classes`` maps installed ``kv_cache_spec`` names; raises ``ConfigError`` for an unknown one."""
+    spec_class = classes.get(wire.kind)
+    if spec_class is None:
+        raise ConfigError(
+            f"KV cache spec {wire.kind!r} has no plugin; installed: {', '.join(sorted(classes)) or 'none'}"
+        )
+    return msgspec.msgpack.decode(wire.fields, type=spec_class)
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """One layer's wish, as a worker reports it."""
+
+    layer_name: str
+    spec: WireSpec
+
+
+class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """One flat buffer shared by same-shaped layers: page (layer l, block b) starts at
+    ``offset + l * layer_stride + b * block_stride`` bytes (R1.40)."""
+
+    size: int
+    layer_names: tuple[str, ...]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+class KVCacheGroup(msgspec.Struct, frozen=True):
+    """Layers that always need the same token slots and therefore share one block table."""
+
+    layer_names: tuple[str, ...]
+    spec: WireSpec
+
+
+class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The agreed memory plan, equal in scheduler and workers. ``num_blocks`` includes the null block."""
+
+    num_blocks: int
+    groups: tuple[KVCacheGroup, ...]
+    tensors: tuple[KVCacheTensor, ...]
+
+
+class KVLayout(ABC):
+    """Plugin kind ``kv_layout``: turns specs and a byte budget into a :class:`KVCacheConfig`."""
+
+    @abstractmethod
+    def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        """Raise ``ConfigError`` with the number to set when one sequence of ``max_model_len`` does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlanRequest:
+    """``budget_bytes`` per worker; ``num_blocks`` overrides the division when set; ``specs`` by layer in model
+    order."""
+
+    specs: Mapping[str, KVCacheSpec]
+    budget_bytes: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    num_blocks: int | None = None
+
+
+class KVCacheManager(ABC):
+    """Blocks of one group. Block ids in a table never change once handed out; tables only grow.
+
+    ``num_tokens`` arguments count from the start of the sequence. No method blocks or does I/O.
+    """
+
+    @abstractmethod
+    def blocks_needed(self, request_id: str, num_tokens: int, num_hit_blocks: int) -> int:
+        """Blocks that must leave the free queue so that ``num_tokens`` fit, given ``num_hit_blocks`` adopted hits."""
+
+    @abstractmethod
+    def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Sequence[int]:
+        """Longest cached prefix as block ids; nothing is touched yet."""
+
+    @abstractmethod
+    def adopt(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Take part in ``block_ids`` (reference counts grow); only for a request that holds no blocks."""
+
+    @abstractmethod
+    def allocate(self, request_id: str, num_tokens: int) -> Sequence[int]:
+        """Grow the table to cover ``num_tokens`` and return the new ids. Raises ``OutOfBlocksError`` if short."""
+
+    @abstractmethod
+    def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        """Enter the complete blocks among the first ``num_tokens`` into the prefix index."""
+
+    @abstractmethod
+    def free(self, request_id: str) -> None:
+        """Give up all blocks, last block first. A request without blocks is not an error."""
+
+    @abstractmethod
+    def block_ids(self, request_id: str) -> Sequence[int]:
+        """The current table; a read-only view."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpecRegistration:
+    """What a ``kv_cache_spec`` plugin's factory returns.
+
+    ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``; the pool is the scheduler family's
+    own object and opaque here. ``grouping_base`` must be an ancestor of ``spec_class`` (default: itself).
+    """
+
+    spec_class: type[KVCacheSpec]
+    manager: Callable[[Any, int, Any], KVCacheManager]
+    grouping_base: type[KVCacheSpec] | None = None
+
+
+class HashFunction(Protocol):
+    """Plugin kind ``hash``. ``cryptographic`` undeclared counts as False (R11.12)."""
+
+    name: str
+    cryptographic: bool
+
+    def __call__(self, parent: BlockHash, token_bytes: bytes, extra_keys: bytes) -> BlockHash: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HashContext(PluginContext):
+    """``seed`` is the operator's hash seed text, or None."""
+
+    seed: str | None = None
+
+
+class BlockHasher(Protocol):
+    """Incremental hashing of a request: one chained hash per complete hash block (R11.13)."""
+
+    block_size: int
+
+    def extend(self, request: EngineRequest, token_ids: Any, hashes: list[BlockHash]) -> None:
+        """Append the hashes of blocks that became complete; existing entries never change."""

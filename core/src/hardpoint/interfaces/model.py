@@ -1,0 +1,88 @@
+"""Plugin kind ``model``: an architecture. Its entry-point name is the architecture's name (``LlamaForCausalLM``).
+
+A model is a torch module on the worker side; here is only what the runner relies on. Legend: T tokens of the step,
+C hidden size, V vocabulary, S sampled positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from hardpoint.interfaces.kv_cache import KVCacheSpec
+from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint.interfaces.plugin import PluginContext
+from hardpoint.interfaces.worker import WorkerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StageRange:
+    """Decoder layers ``[first, last)`` this pipeline stage holds; embeddings and head go to the outer stages."""
+
+    first: int
+    last: int
+    has_embedding: bool = True
+    has_head: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Where a stored tensor goes: names matching ``pattern`` (``*`` for one path segment) are loaded into ``target``.
+
+    ``shard`` names the part of a fused parameter (``q``, ``k``, ``v``, ``gate``, ``up``), None for the whole.
+    ``optional`` tensors may be absent; a rule with ``target`` None ignores the tensor on purpose.
+    """
+
+    pattern: str
+    target: str | None
+    shard: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext(PluginContext):
+    """What a model factory receives. ``layers`` is the worker family's layer toolkit (parallel linear layers with a
+    quantization hook, norms, rotary, attention bound to the selected backend)."""
+
+    config: WorkerConfig | None = None
+    stage: StageRange | None = None
+    layers: Any = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What the runner calls. Layers are addressable by dotted name; every linear takes a quantization method."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def weight_rules(self) -> Sequence[WeightRule]:
+        """The declared mapping of stored names; loading reports missing, unexpected and ill-shaped tensors from it."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] to [T, C]."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediates: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, C] of this stage from ids [T] or embeddings [T, C]; positions int64 [T].
+
+        Attention reads its metadata from the active forward context.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, C] to [S, V]."""
+
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        """Per attention layer name, in model order."""
+
+    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]: ...

@@ -1,0 +1,176 @@
+"""Requests as they cross the process boundary, and what comes back.
+
+All records are frozen ``msgspec`` structs: typed msgpack on every socket. Arrays are ``numpy`` arrays and travel as raw
+bytes with dtype and shape (see ``hardpoint.ipc``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. ``LENGTH`` covers both the token limit and a prompt over the context length."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class OutputKind(enum.StrEnum):
+    """What each yielded output holds: everything so far, only what is new, or one output at the end."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to draw tokens. Validated against model and server limits by ``hardpoint.engine.validation`` only.
+
+    ``temperature`` below 1e-5 is greedy; ``top_k`` 0 means all; ``max_tokens`` None means up to the context length;
+    ``logprobs`` is the number of alternatives per token (None: none, -1: the whole vocabulary, if the server allows).
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    extensions: dict[str, Any] = {}
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+class Feature(msgspec.Struct, frozen=True, kw_only=True):
+    """One non-text item of a prompt: ``length`` placeholder positions from ``offset`` on stand for it.
+
+    ``content_hash`` identifies type, shape and bytes, so that equal placeholders with other content never share KV.
+    """
+
+    modality: str
+    content_hash: str
+    offset: int
+    length: int
+    data: dict[str, np.ndarray] = {}
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """A weight adapter (LoRA and the like): ``name`` is its identity in prefix hashes, ``slot_id`` its number."""
+
+    name: str
+    slot_id: int
+    path: str
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One schedulable sequence. ``request_id`` is internal and unique; a client's own id never appears here.
+
+    Attributes:
+        prompt_token_ids: int32 ``[prompt]``; placeholder ids of equal length when only embeddings are given.
+        prompt_embeds: float32 ``[prompt, hidden]`` or None.
+        eos_token_ids: ids that end generation unless ``ignore_eos``; already merged with the model's generation config.
+        deadline: absolute ``time.time()`` seconds after which the request is aborted, or None.
+        transfer: parameters for KV connectors; only from a trusted router.
+    """
+
+    request_id: str
+    prompt_token_ids: Int32Array
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    client_index: int = 0
+    prompt_embeds: np.ndarray | None = None
+    features: tuple[Feature, ...] = ()
+    adapter: AdapterRef | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    tenant: str = ""
+    transfer: dict[str, Any] = {}
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one position: the sampled (or given) token first, then the top alternatives.
+
+    ``ranks`` holds the 1-based rank of the first token in the full distribution.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step produced for one request. ``finish_reason`` set marks the one terminal event.
+
+    ``stop_reason`` is the stop token id, or None for end-of-sequence; ``error`` a client-safe text for ``ERROR``.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    first_scheduled_time: float | None = None
+    extensions: dict[str, Any] = {}
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counts after a step. Cumulative counters never decrease within one engine process."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    step_id: int = 0
+    extensions: dict[str, Any] = {}
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of usable blocks that are referenced, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One frame per step and client."""
+
+    outputs: list[EngineOutput] = []
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0

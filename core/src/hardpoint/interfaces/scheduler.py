@@ -1,0 +1,186 @@
+"""Plugin kind ``scheduler``: who computes how many tokens in the next step, and where their KV lives.
+
+The engine core drives any scheduler through this loop and no other::
+
+    step = scheduler.schedule()           # SchedulerOutput; state advances optimistically
+    future = executor.execute(step)       # RunnerOutput, or Deferred followed by executor.sample(...)
+    outputs = scheduler.update(step, future.result())
+
+Up to ``max_inflight_steps`` steps may be between ``schedule`` and ``update``; updates come in step order.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from hardpoint.interfaces.kv_cache import KVCacheConfig
+from hardpoint.interfaces.plugin import PluginContext
+from hardpoint.interfaces.request import EngineOutput, EngineRequest, FinishReason, SchedulerStats
+from hardpoint.interfaces.step import RunnerOutput, SchedulerOutput
+
+
+class PauseMode(enum.StrEnum):
+    """``NEW`` admits nobody new; ``ALL`` schedules nothing at all."""
+
+    NONE = "none"
+    NEW = "new"
+    ALL = "all"
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Budgets. ``max_num_seqs`` sizes worker slots; ``max_num_active_seqs`` limits running requests (None: the same).
+
+    ``long_prefill_threshold`` caps one request's new tokens per step while others wait (0: off).
+    ``watermark`` is the fraction of blocks that admission leaves free.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_active_seqs: int | None = None
+    max_waiting: int | None = None
+    long_prefill_threshold: int = 0
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    full_sequence_must_fit: bool = False
+    watermark: float = 0.0
+    max_inflight_steps: int = 1
+
+
+class RequestView(Protocol):
+    """What an extension may see of a live request. Token lists are read-only views."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def record(self) -> EngineRequest: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalMatch:
+    """KV available elsewhere beyond the local prefix: ``num_tokens`` more tokens; ``asynchronous`` loads take steps."""
+
+    num_tokens: int
+    asynchronous: bool = False
+
+
+class SchedulerExtension:
+    """A feature's seat in the scheduler (grammars, adapters, KV connectors, speculation). Override what is needed.
+
+    ``name`` keys the extension's structs in ``SchedulerOutput.extensions`` and ``RunnerOutput.extensions``. Methods run
+    inside the step loop: they must not block.
+    """
+
+    name: str = ""
+
+    def on_added(self, request: RequestView) -> None:
+        """The request entered the waiting queue."""
+
+    def is_blocked(self, request: RequestView) -> bool:
+        """True keeps the request out of this step's admission without blocking those behind it."""
+        return False
+
+    def match_external(self, request: RequestView, num_local_tokens: int) -> ExternalMatch | None:
+        """Tokens whose KV can be had elsewhere beyond the block-aligned local hit. None: cannot answer yet, ask
+        again."""
+        return ExternalMatch(0)
+
+    def num_lookahead_tokens(self, request: RequestView) -> int:
+        """Extra slots to allocate beyond the scheduled tokens (draft tokens)."""
+        return 0
+
+    def after_allocation(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        """Blocks (per group) were allocated for the request."""
+
+    def build_metadata(self, step: SchedulerOutput) -> Any | None:
+        """Msgpack-able struct to ship with the step, or None."""
+        return None
+
+    def on_output(self, step: SchedulerOutput, payload: Any | None) -> None:
+        """The worker's struct for this extension; called once per updated step, None if the worker sent none."""
+
+    def may_free(self, request: RequestView) -> bool:
+        """False delays freeing the finished request's blocks until :meth:`take_freeable` returns it."""
+        return True
+
+    def take_freeable(self) -> Iterable[str]:
+        """Request ids whose delayed blocks may now be freed; each is returned once."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerContext(PluginContext):
+    """What a scheduler factory receives beyond the common context."""
+
+    limits: SchedulerLimits = field(
+        default_factory=lambda: SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
+    )
+    kv_cache: KVCacheConfig = field(default_factory=lambda: KVCacheConfig(num_blocks=0, groups=(), tensors=()))
+    hash_algorithm: str = "sha256"
+    extensions: tuple[SchedulerExtension, ...] = ()
+    observers: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Scheduler(ABC):
+    """One per engine; called from one thread only. Every added request yields exactly one terminal output:
+    from :meth:`update`, or from :meth:`finish` for requests ended from outside."""
+
+    @abstractmethod
+    def add(self, request: EngineRequest) -> EngineOutput | None:
+        """Queue a request. Returns a terminal output when it can never run (for example a prompt over the limit).
+
+        Raises ``OverloadedError`` when ``max_waiting`` is reached, ``ValueError`` for a duplicate live id.
+        """
+
+    @abstractmethod
+    def finish(self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """End live requests from outside (abort, deadline, stop string found by the front end); unknown ids are
+        ignored.
+
+        Blocks are free when this returns, or as soon as in-flight steps that use them are updated.
+        """
+
+    @abstractmethod
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step and advance the state optimistically. May be empty (``num_tokens == 0``)."""
+
+    @abstractmethod
+    def update(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
+        """Apply results: append tokens, check stops and limits, free what finished. Outputs hold only changed
+        requests."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """True while a call of :meth:`schedule` could compute something or must deliver finished slots."""
+
+    @abstractmethod
+    def live_request_ids(self) -> Iterable[str]:
+        """Ids of all requests without a terminal output."""
+
+    @abstractmethod
+    def stats(self) -> SchedulerStats: ...
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when blocks are still in use."""
+
+    @abstractmethod
+    def set_pause(self, mode: PauseMode) -> None: ...
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` naming the violated invariant; cheap enough to call when idle."""

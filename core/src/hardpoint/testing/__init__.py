@@ -1,0 +1,10 @@
+"""Torch-free conformance kit and fakes for plugin authors and for the core's own tests."""
+
+from __future__ import annotations
+
+from hardpoint.testing.fake_executor import FakeExecutor
+from hardpoint.testing.fake_scheduler import FakeScheduler
+from hardpoint.testing.fake_tokenizer import FakeTokenizer
+from hardpoint.testing.fake_worker import FakeWorker, next_token
+
+__all__ = ["FakeExecutor", "FakeScheduler", "FakeTokenizer", "FakeWorker", "next_token"]

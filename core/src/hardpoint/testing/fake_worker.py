@@ -1,0 +1,172 @@
+"""A worker without a model: its next token is a pure function of the tokens before it, read *through the block table*.
+
+So a scheduler that hands out wrong blocks, slots or counts produces wrong tokens, as on a real device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from hardpoint.interfaces.kv_cache import (
+    NULL_BLOCK_ID,
+    FullAttentionSpec,
+    KVCacheConfig,
+    LayerSpec,
+    spec_to_wire,
+)
+from hardpoint.interfaces.request import SamplingParams
+from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces.worker import Worker
+
+
+def next_token(token_ids: Sequence[int], vocab_size: int, first: int = 0) -> int:
+    """The fake model: a checksum of all tokens so far, in ``[first, vocab_size)``."""
+    data = np.asarray(token_ids, dtype=np.int32).tobytes()
+    return first + zlib.crc32(data) % (vocab_size - first)
+
+
+class SlotState(msgspec.Struct):
+    """What the fake keeps per slot."""
+
+    request_id: str
+    generation: int
+    tokens: list[int]
+    blocks: list[int]
+    sampling: SamplingParams
+
+
+class FakeWorker(Worker):
+    """Stores token ids as its "KV" and checks every rule of the step records; a broken rule raises ``AssertionError``.
+
+    ``first_token`` keeps sampled ids out of a reserved low range; ``deferred`` makes every step two-phased.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        vocab_size: int = 97,
+        first_token: int = 3,
+        num_layers: int = 2,
+        deferred: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.first_token = first_token
+        self.num_layers = num_layers
+        self.deferred = deferred
+        self.slots: dict[int, SlotState] = {}
+        self.kv = np.zeros((0, block_size), dtype=np.int32)
+        self.last_step_id = -1
+        self.steps: list[SchedulerOutput] = []
+        self._pending: RunnerOutput | None = None
+
+    def init_device(self) -> None:
+        """Nothing to bind."""
+
+    def load_model(self) -> None:
+        """Nothing to load."""
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def kv_cache_specs(self) -> list[LayerSpec]:
+        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=1, dtype="int8")
+        return [LayerSpec(f"layers.{i}", spec_to_wire(spec)) for i in range(self.num_layers)]
+
+    def kv_cache_budget(self) -> int:
+        return 1 << 20
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self.kv = np.full((config.num_blocks, self.block_size), -7, dtype=np.int32)
+
+    def supported_tasks(self) -> list[str]:
+        return ["generate"]
+
+    def check_health(self) -> None:
+        """Always healthy."""
+
+    def shutdown(self) -> None:
+        self.slots.clear()
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+        if self._pending is not None:
+            raise RuntimeError(f"step {self._pending.step_id} still waits for sampling")
+        output = self._run(step)
+        if self.deferred:
+            self._pending = output
+            return Deferred(step.step_id)
+        return output
+
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+        if self._pending is None or self._pending.step_id != step_id:
+            raise RuntimeError(f"no deferred step {step_id} is pending")
+        output, self._pending = self._pending, None
+        return output
+
+    def _run(self, step: SchedulerOutput) -> RunnerOutput:
+        self._check(step)
+        self.steps.append(step)
+        for slot in [*step.finished_slots.tolist(), *step.preempted_slots.tolist()]:
+            self.slots.pop(slot, None)
+        for row in step.new_rows:
+            self._enter(row)
+        self._append_blocks(step)
+        sampled: list[int] = []
+        counts: list[int] = []
+        for i in range(step.num_rows):
+            token = self._compute(step, i)
+            counts.append(0 if token is None else 1)
+            if token is not None:
+                sampled.append(token)
+        return RunnerOutput(
+            step_id=step.step_id,
+            slots=step.slots,
+            generations=step.generations,
+            num_sampled=np.asarray(counts, dtype=np.int32),
+            token_ids=np.asarray(sampled, dtype=np.int32),
+        )
+
+    def _check(self, step: SchedulerOutput) -> None:
+        assert step.step_id > self.last_step_id, "step ids must increase"
+        self.last_step_id = step.step_id
+        assert int(step.num_scheduled_tokens.sum()) == step.num_tokens, "scheduled tokens must add up"
+        assert len(set(step.slots.tolist())) == step.num_rows, "a slot is scheduled twice"
+        assert bool((step.num_scheduled_tokens > 0).all()), "every row must advance"
+
+    def _enter(self, row: NewRow) -> None:
+        assert row.slot not in self.slots, f"slot {row.slot} is handed out while it is held"
+        blocks = row.block_ids[0].tolist()
+        self.slots[row.slot] = SlotState(row.request_id, row.generation, row.token_ids.tolist(), blocks, row.sampling)
+
+    def _append_blocks(self, step: SchedulerOutput) -> None:
+        update = step.new_blocks[0]
+        start = 0
+        for slot, count in zip(step.slots.tolist(), update.counts.tolist(), strict=True):
+            self.slots[slot].blocks.extend(update.ids[start : start + count].tolist())
+            start += count
+        assert start == len(update.ids), "block ids and counts disagree"
+
+    def _compute(self, step: SchedulerOutput, i: int) -> int | None:
+        state = self.slots[int(step.slots[i])]
+        assert state.generation == int(step.generations[i]), "stale generation"
+        start = int(step.num_computed_tokens[i])
+        end = start + int(step.num_scheduled_tokens[i])
+        assert end <= len(state.tokens), "scheduled past the known tokens"
+        assert end <= len(state.blocks) * self.block_size, "scheduled past the allocated blocks"
+        for position in range(start, end):
+            block = state.blocks[position // self.block_size]
+            assert block != NULL_BLOCK_ID, "a real token may not be written to the null block"
+            self.kv[block, position % self.block_size] = state.tokens[position]
+        if not bool(step.samples[i]):
+            return None
+        assert end == len(state.tokens), "a row samples before its last known token"
+        needed = -(-end // self.block_size)
+        gathered = self.kv[np.asarray(state.blocks[:needed])].reshape(-1)[:end]
+        token = next_token(gathered.tolist(), self.vocab_size, self.first_token)
+        state.tokens.append(token)
+        return token
