@@ -12,6 +12,8 @@ from hardpoint.interfaces import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    KVCacheConfig,
+    KVCacheGroup,
     PauseMode,
     SamplingParams,
     SchedulerLimits,
