@@ -1,0 +1,44 @@
+"""The frozen description of one engine, made by the launcher and shipped to the engine process as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hardpoint.interfaces.engine import ModelLimits
+from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint.interfaces.scheduler import SchedulerLimits
+from hardpoint.interfaces.worker import WorkerConfig
+
+__all__ = ["EngineSpec"]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine process needs; plugin fields are names of the kind they are called after.
+
+    Attributes:
+        model_name: the served name.
+        plan: the encoded plugin plan; every process boots from it.
+        num_blocks: KV blocks including the null block, or None to divide the worker's budget.
+        chat_template: overrides the tokenizer's own, or None.
+        runtime_dir: private folder (0700) for sockets.
+        stall_after_s: the step loop counts as stalled when one step takes longer.
+    """
+
+    model_name: str
+    plan: bytes
+    platform: str
+    worker: str
+    executor: str
+    scheduler: str
+    kv_layout: str
+    tokenizer: str
+    hash_algorithm: str
+    model: ModelInfo
+    worker_config: WorkerConfig
+    limits: SchedulerLimits
+    model_limits: ModelLimits
+    num_blocks: int | None = None
+    chat_template: str | None = None
+    runtime_dir: str = ""
+    log_level: str = "INFO"
+    stall_after_s: float = 30.0
