@@ -1,3 +1,3 @@
 """Hardpoint: a plugin-first LLM inference platform."""
 
-__version__ = "0.1.0"
+from hardpoint.version import __version__ as __version__

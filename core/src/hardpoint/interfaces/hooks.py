@@ -1,7 +1,7 @@
 """Hooks: observers of a process's life and of requests. The kind ``hooks``; its factory returns any object.
 
 An implementation is a method named like a hook and marked with :data:`hookimpl`. It may leave out arguments it does
-not need. ``hookimpl(tryfirst=True)`` and ``trylast=True`` order implementations; wrappers are refused, since an observer
+not need. ``hookimpl(tryfirst=True)`` and ``trylast=True`` order implementations; wrappers are refused: an observer
 may not stand between the engine and another observer. Return values are ignored::
 
     class Audit:

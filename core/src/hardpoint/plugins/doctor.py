@@ -1,0 +1,146 @@
+"""Explains the plugin system's state: what is installed, from where, what is used or refused, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from hardpoint.errors import PluginError
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import load_manifest
+from hardpoint.plugins.messages import no_candidate
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
+from hardpoint.plugins.resolve import resolve_plan
+from hardpoint.plugins.selection import PluginSelection
+from hardpoint.version import __version__
+
+__all__ = ["DoctorReport", "KindReport", "PluginReport", "ProbeReport", "diagnose"]
+
+
+class ProbeReport(msgspec.Struct, frozen=True):
+    status: str
+    reason: str
+    details: dict[str, str] = {}
+
+
+class PluginReport(msgspec.Struct, frozen=True):
+    """One installed plugin. ``state`` is ``active``, ``available`` or ``refused``; ``options`` are the keys set."""
+
+    plugin: DiscoveredPlugin
+    state: str
+    reason: str
+    has_manifest: bool
+    options: tuple[str, ...] = ()
+    probe: ProbeReport | None = None
+
+
+class KindReport(msgspec.Struct, frozen=True):
+    kind: str
+    group: str
+    cardinality: str
+    roles: tuple[str, ...]
+    phase: str
+    trust: str
+    plugins: tuple[PluginReport, ...]
+
+
+class DoctorReport(msgspec.Struct, frozen=True):
+    """``problems`` must be mended before a start; ``warnings`` deserve a look. ``refused`` got no kind's row."""
+
+    core_version: str
+    num_distributions: int
+    kinds: tuple[KindReport, ...]
+    refused: tuple[RefusedPlugin, ...]
+    shadowed: tuple[ShadowedDistribution, ...]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def diagnose(
+    selection: PluginSelection | None = None, *, search_path: Iterable[str] | None = None, probe: bool = True
+) -> DoctorReport:
+    """Examine what ``selection`` would use. ``probe`` imports and asks platform factories; nothing else is imported."""
+    discovery = discover(search_path)
+    plan, faults = resolve_plan(discovery, selection or PluginSelection())
+    problems = [str(fault) for fault in faults]
+    probes = _probe(plan, discovery, problems) if probe else {}
+    for spec in KINDS.values():
+        if spec.required and not plan.of(spec.name):
+            problems.append(no_candidate(spec.name))
+    warnings = [*plan.notices, *(f"{r.kind}:{r.name} ({r.distribution}): {r.reason}" for r in discovery.refused)]
+    for double in discovery.shadowed:
+        text = f"{double.distribution} is installed twice: {double.used_path} is used, {double.shadowed_path} is not"
+        if double.same_folder:
+            problems.append(f"{text}; uninstall it until none is left, then install it again")
+        else:
+            warnings.append(text)
+    kinds = tuple(_kind(kind, discovery, plan, probes, problems) for kind in KINDS)
+    return DoctorReport(
+        core_version=__version__,
+        num_distributions=discovery.num_distributions,
+        kinds=kinds,
+        refused=discovery.refused,
+        shadowed=discovery.shadowed,
+        problems=tuple(problems),
+        warnings=tuple(warnings),
+    )
+
+
+def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> dict[str, ProbeReport]:
+    # Deferred: reports without probing need neither pydantic nor the runtime.
+    from hardpoint.plugins.platform_selection import judge, probe_platforms
+    from hardpoint.plugins.runtime import PluginRuntime
+    from hardpoint.roles import ProcessRole
+
+    platforms = plan.of("platform")
+    if not platforms:
+        return {}
+    requested = next((planned.name for planned in platforms if planned.active), None)
+    runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=discovery)
+    probes = probe_platforms(runtime, tuple(planned.name for planned in platforms))
+    automatic = runtime.candidates("platform")
+    try:
+        judge([probe for probe in probes if requested or probe.name in automatic], requested)
+    except PluginError as error:
+        problems.append(str(error))
+    return {p.name: ProbeReport(p.result.status, p.result.reason, dict(p.result.details)) for p in probes}
+
+
+def _has_manifest(plugin: DiscoveredPlugin, problems: list[str]) -> bool:
+    try:
+        return load_manifest(plugin) is not None
+    except PluginError as error:
+        if str(error) not in problems:
+            problems.append(str(error))
+        return False
+
+
+def _kind(
+    kind: str, discovery: Discovery, plan: PluginPlan, probes: dict[str, ProbeReport], problems: list[str]
+) -> KindReport:
+    spec = KINDS[kind]
+    admitted = {(planned.name, planned.distribution): planned for planned in plan.of(kind)}
+    denied = {(r.name, r.distribution): r.reason for r in plan.refused if r.kind == kind}
+    rows = []
+    for plugin in discovery.of(kind):
+        key = (plugin.name, plugin.distribution)
+        planned = admitted.get(key)
+        state = ("active" if planned.active else "available") if planned else "refused"
+        rows.append(
+            PluginReport(
+                plugin=plugin,
+                state=state,
+                reason=planned.reason if planned else denied.get(key, "another distribution has the same name"),
+                has_manifest=_has_manifest(plugin, problems),
+                options=tuple(planned.options) if planned else (),
+                probe=probes.get(plugin.name) if kind == "platform" else None,
+            )
+        )
+    roles = tuple(sorted(spec.roles))
+    return KindReport(kind, spec.group, spec.cardinality, roles, spec.phase, spec.trust, tuple(rows))

@@ -1,0 +1,137 @@
+"""Runs hooks. pluggy validates and orders implementations; calling is our own, so that a failing one is isolated."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+
+import pluggy
+
+from hardpoint.errors import PluginConflictError, PluginError, PluginLoadError
+from hardpoint.interfaces.hooks import HOOK_NAMESPACE, HookSpecs
+from hardpoint.plugins.runtime import PluginRuntime
+
+__all__ = ["HookRunner"]
+
+_logger = logging.getLogger("hardpoint.plugins")
+_Implementation = tuple[str, Callable[..., object], tuple[str, ...]]
+FailurePolicy = Callable[[str, Exception], None]
+
+
+class HookRunner:
+    """The hook implementations of one process.
+
+    ``on_failure(plugin, error)`` decides what a failing implementation means: it raises to stop the process, or
+    returns to have the plugin removed. Without one, ``strict`` decides.
+    """
+
+    def __init__(self, *, strict: bool = False, on_failure: FailurePolicy | None = None) -> None:
+        self.strict = strict
+        self._on_failure = on_failure
+        self._manager = pluggy.PluginManager(HOOK_NAMESPACE)
+        self._manager.add_hookspecs(HookSpecs)
+        self._distributions: dict[str, str] = {}
+        self._calls: dict[str, tuple[_Implementation, ...]] = {}
+
+    @classmethod
+    def from_runtime(cls, runtime: PluginRuntime) -> HookRunner:
+        """A runner with every admitted ``hooks`` plugin of this process, under the runtime's failure policy."""
+
+        def policy(plugin: str, error: Exception) -> None:
+            runtime.quarantine("hooks", plugin, error)
+
+        runner = cls(strict=runtime.plan.strict, on_failure=policy)
+        for name, instance in runtime.create_all("hooks").items():
+            try:
+                runner.register(name, instance, distribution=runtime.plan.find("hooks", name).distribution)
+            except PluginError as error:
+                policy(name, error)
+        return runner
+
+    def register(self, plugin: str, instance: object, *, distribution: str = "") -> None:
+        """Add a plugin's implementations.
+
+        Raises ``PluginLoadError`` naming plugin, hook, signature and fault, ``PluginConflictError`` for a name in use.
+        """
+        if plugin in self._distributions:
+            raise PluginConflictError(f"a hooks plugin named {plugin!r} is registered already")
+        for name in dir(instance):
+            self._check(plugin, instance, name)
+        try:
+            self._manager.register(instance, plugin)
+            self._manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            self._manager.unregister(name=plugin)
+            raise PluginLoadError(f"hooks plugin {plugin!r}: {error}") from error
+        self._distributions[plugin] = distribution
+        self._calls.clear()
+
+    def _check(self, plugin: str, instance: object, name: str) -> None:
+        method = inspect.getattr_static(instance, name)
+        marks = getattr(method, f"{HOOK_NAMESPACE}_impl", None)
+        known = [hook for hook in vars(HookSpecs) if not hook.startswith("_")]
+        where = f"hooks plugin {plugin!r}, {name}"
+        if marks is None:
+            if name in known and callable(method):
+                raise PluginLoadError(f"{where}: it is named like a hook but lacks @hookimpl, so it would never run")
+            return
+        where += str(inspect.signature(method))
+        if marks["wrapper"] or marks["hookwrapper"]:
+            raise PluginLoadError(f"{where}: wrappers are not supported; only plain implementations are")
+        if name not in known:
+            raise PluginLoadError(f"{where}: there is no such hook; known hooks: {', '.join(known)}")
+        parameters = list(inspect.signature(method).parameters)
+        allowed = list(inspect.signature(getattr(HookSpecs, name)).parameters)
+        extra = [parameter for parameter in parameters if parameter not in allowed]
+        if extra:
+            raise PluginLoadError(f"{where}: unknown arguments {', '.join(extra)}; allowed: {', '.join(allowed)}")
+
+    def unregister(self, plugin: str) -> None:
+        """Remove a plugin. Raises ``PluginError`` when there is none of that name."""
+        if self._distributions.pop(plugin, None) is None:
+            raise PluginError(f"no hooks plugin {plugin!r}; registered: {', '.join(self._distributions) or 'none'}")
+        self._manager.unregister(name=plugin)
+        self._calls.clear()
+
+    def plugins(self) -> dict[str, str]:
+        """Registered plugins by name, with their distributions."""
+        return dict(self._distributions)
+
+    def implementations(self, hook: str) -> tuple[str, ...]:
+        """Names of the plugins that implement ``hook``, in calling order."""
+        return tuple(plugin for plugin, _, _ in self._implementations(hook))
+
+    def call(self, hook: str, **arguments: object) -> None:
+        """Run every implementation of ``hook`` in order. Costs one dictionary lookup when there is none.
+
+        Raises what the failure policy raises.
+        """
+        for plugin, function, names in self._implementations(hook):
+            try:
+                function(*[arguments[name] for name in names])
+            except Exception as error:
+                self._failed(plugin, hook, error)
+
+    def _implementations(self, hook: str) -> tuple[_Implementation, ...]:
+        cached = self._calls.get(hook)
+        if cached is None:
+            caller = getattr(self._manager.hook, hook, None)
+            if caller is None:
+                raise PluginError(f"there is no hook {hook!r}")
+            # pluggy keeps implementations in reverse calling order.
+            cached = tuple((i.plugin_name, i.function, tuple(i.argnames)) for i in reversed(caller.get_hookimpls()))
+            self._calls[hook] = cached
+        return cached
+
+    def _failed(self, plugin: str, hook: str, error: Exception) -> None:
+        located = PluginError(f"hook {hook} of {plugin!r} raised {type(error).__name__}: {error}")
+        located.__cause__ = error
+        if self._on_failure is not None:
+            self._on_failure(plugin, located)
+        elif self.strict:
+            raise PluginLoadError(str(located)) from error
+        else:
+            _logger.warning("%s; the plugin is left out from now on", located, exc_info=error)
+        if plugin in self._distributions:
+            self.unregister(plugin)

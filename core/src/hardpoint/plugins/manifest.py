@@ -1,0 +1,64 @@
+"""The optional manifest ``<package>/hardpoint.json``: what a plugin offers, readable without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import msgspec
+
+from hardpoint.errors import PluginError
+from hardpoint.plugins.records import DiscoveredPlugin
+
+__all__ = ["MANIFEST_FILE", "Manifest", "PluginManifest", "load_manifest"]
+
+MANIFEST_FILE = "hardpoint.json"
+
+
+class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One plugin's entry. ``options`` is the JSON schema of its options model, or ``None`` when not stated."""
+
+    options: dict[str, Any] | None = None
+    required_tasks: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    capabilities: dict[str, Any] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file: kind, then plugin name, then entry."""
+
+    plugins: dict[str, dict[str, PluginManifest]]
+    manifest_version: int = 1
+
+
+def load_manifest(plugin: DiscoveredPlugin) -> PluginManifest | None:
+    """The manifest entry of ``plugin``, or ``None`` when its package ships none.
+
+    Only the spec of the top-level package is looked up, so no code of the plugin runs. Raises ``PluginError`` naming
+    the file when it cannot be understood.
+    """
+    package = plugin.entry_point.partition(":")[0].partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = os.path.join(folder, MANIFEST_FILE)
+        try:
+            with open(path, "rb") as stream:
+                text = stream.read()
+        except OSError:
+            continue
+        return _parse(text, path).plugins.get(plugin.kind, {}).get(plugin.name)
+    return None
+
+
+def _parse(text: bytes, path: str) -> Manifest:
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise PluginError(f"the plugin manifest {path} is not valid: {error}") from error
+    if manifest.manifest_version != 1:
+        raise PluginError(f"the plugin manifest {path} has version {manifest.manifest_version}; this core reads 1")
+    return manifest

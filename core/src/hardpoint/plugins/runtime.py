@@ -1,0 +1,310 @@
+"""One process's share of the plan: imports what its roles permit, creates plugins, and reports."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hardpoint.errors import HardpointError, PluginError, PluginLoadError, PluginMismatchError
+from hardpoint.interfaces.plugin import PluginContext, PluginDeclaration, declaration_of
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.kinds import KINDS, Cardinality, kind_spec
+from hardpoint.plugins.options import validate_options
+from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
+from hardpoint.plugins.records import Discovery
+from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.roles import ProcessRole
+from hardpoint.version import __version__
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.platform import Platform
+
+__all__ = ["PluginFactoryRecord", "PluginRuntime"]
+
+_logger = logging.getLogger("hardpoint.plugins")
+_COMPUTING_ROLES = frozenset({ProcessRole.ENGINE, ProcessRole.WORKER})
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFactoryRecord:
+    """A loaded factory, with what it declared of itself."""
+
+    planned: PlannedPlugin
+    factory: Callable[..., Any]
+    declaration: PluginDeclaration[Any]
+
+
+@dataclass(slots=True)
+class _Activation:
+    """What one process id has done so far. A forked child starts with a fresh one."""
+
+    pid: int
+    statuses: dict[Key, PluginStatus] = field(default_factory=dict)
+    factories: dict[Key, PluginFactoryRecord] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class PluginRuntime:
+    """Implements ``PluginAccess`` for a process that holds ``roles``.
+
+    ``rank`` is the worker's global rank. ``installed`` is a scan to verify the plan against, where the caller has
+    just made one; by default the process scans for itself. Raises ``PluginMismatchError`` when the process has other
+    plugins than the plan says.
+    """
+
+    def __init__(
+        self,
+        plan: PluginPlan,
+        roles: Iterable[ProcessRole],
+        rank: int | None = None,
+        platform: Platform | None = None,
+        *,
+        installed: Discovery | None = None,
+    ) -> None:
+        self.plan = plan
+        self.roles = frozenset(roles)
+        self.rank = rank
+        self.platform = platform
+        self._current = _Activation(os.getpid())
+        self.verify(installed)
+
+    @property
+    def process(self) -> str:
+        """How messages name this process."""
+        roles = "+".join(role for role in ProcessRole if role in self.roles) or "no role"
+        return f"process {os.getpid()} ({roles}{'' if self.rank is None else f', rank {self.rank}'})"
+
+    def verify(self, installed: Discovery | None = None) -> None:
+        """Compare the plan with what is installed here.
+
+        Raises ``PluginMismatchError`` naming the process, each differing plugin and both versions.
+        """
+        faults = []
+        if self.plan.core_version != __version__:
+            faults.append(f"the core is {__version__}, the plan was made by {self.plan.core_version}")
+        mine = [planned for planned in self.plan.plugins if self._permits(planned.kind)]
+        found = (discover() if installed is None else installed).plugins if mine else ()
+        here = {(plugin.kind, plugin.name, plugin.distribution): plugin for plugin in found}
+        for planned in mine:
+            plugin = here.get((planned.kind, planned.name, planned.distribution))
+            if plugin is None:
+                faults.append(f"{planned.label} is not installed here")
+            elif plugin.version != planned.version:
+                faults.append(f"{planned.label}: version {plugin.version} is installed here")
+            elif plugin.entry_point != planned.entry_point:
+                faults.append(f"{planned.label} is {plugin.entry_point} here, {planned.entry_point} in the plan")
+        if faults:
+            advice = "install the same distributions for every process of the instance"
+            raise PluginMismatchError(f"{self.process} differs from the plan: {'; '.join(faults)}; {advice}")
+
+    def attach_platform(self, platform: Platform) -> None:
+        """Make the created platform part of every later context."""
+        self.platform = platform
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Names installed and admitted for ``kind``, whatever this process's roles."""
+        return tuple(planned.name for planned in self.plan.of(kind))
+
+    def candidates(self, kind: str) -> tuple[str, ...]:
+        """The names that may be chosen without anyone naming them."""
+        return tuple(planned.name for planned in self.plan.of(kind) if planned.automatic or planned.active)
+
+    def context(self, kind: str, name: str) -> PluginContext:
+        """The plain context from which a kind's own context is built."""
+        return PluginContext(
+            name=name,
+            api_version=kind_spec(kind).api_version,
+            roles=self.roles,
+            rank=self.rank,
+            platform=self.platform,
+            logger=logging.getLogger(f"hardpoint.plugin.{kind}.{name}"),
+            plugins=self,
+        )
+
+    def fingerprint(self) -> str:
+        """Hex digest over all plugins that can take part in computing, for cache keys.
+
+        It covers the active and the keyed plugins of the engine's and worker's kinds, with their options: equal in
+        every process of an instance, and rather too wide than too narrow.
+        """
+        relevant = [
+            (planned.kind, planned.name, planned.distribution, planned.version, planned.options)
+            for planned in self.plan.plugins
+            if KINDS[planned.kind].roles & _COMPUTING_ROLES
+            and (planned.active or KINDS[planned.kind].cardinality is Cardinality.KEYED)
+        ]
+        return sha256(msgspec.json.encode(sorted(relevant, key=lambda row: row[:3]), order="sorted")).hexdigest()
+
+    def load_factory(self, kind: str, name: str) -> PluginFactoryRecord:
+        """Import the plugin, once per process.
+
+        Raises ``PluginError`` when the kind is none of this process's, ``PluginNotFoundError``, ``PluginLoadError``.
+        """
+        self._require_role(kind)
+        planned = self.plan.find(kind, name)
+        activation = self._activation()
+        record = activation.factories.get((kind, name))
+        if record is None:
+            started = time.perf_counter()
+            try:
+                record = _import_factory(planned)
+            except (Exception, SystemExit) as error:
+                raise self._failure(planned, "loading", error) from error
+            self._note(planned, PluginState.LOADED, load_seconds=time.perf_counter() - started)
+            activation.factories[kind, name] = record
+        return record
+
+    def create(self, kind: str, name: str, context: PluginContext) -> Any:
+        """A new instance of the plugin. Whoever asks by name depends on it, so every failure is raised.
+
+        Errors a plugin raises on purpose (``HardpointError``) pass unchanged, others become ``PluginLoadError``.
+        """
+        record = self.load_factory(kind, name)
+        options = self._options(record)
+        try:
+            instance = record.factory(context, options)
+            if instance is None:
+                raise TypeError("the factory returned None instead of an instance")
+        except HardpointError as error:
+            self._note(record.planned, PluginState.FAILED, str(error))
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failure(record.planned, "creating", error) from error
+        self._note(record.planned, PluginState.CREATED)
+        return instance
+
+    def _options(self, record: PluginFactoryRecord) -> Any:
+        planned = record.planned
+        try:
+            return validate_options(planned.kind, planned.name, record.declaration.options, planned.options)
+        except HardpointError as error:
+            self._note(planned, PluginState.FAILED, str(error))
+            raise
+
+    def create_all(self, kind: str, context_factory: Callable[[str], PluginContext] | None = None) -> dict[str, Any]:
+        """Every active plugin of ``kind`` by name, in discovery order, created once per process id.
+
+        A named plugin that fails is raised (any, when strict). A merely installed one is quarantined: the others
+        go on, and one warning lists the failures. Plugins that need tasks this server lacks are left out.
+        """
+        self._require_role(kind)
+        group = self._activation().groups
+        if kind not in group:
+            group[kind] = self._create_group(kind, context_factory or (lambda name: self.context(kind, name)))
+        return dict(group[kind])
+
+    def _create_group(self, kind: str, context_factory: Callable[[str], PluginContext]) -> dict[str, Any]:
+        created: dict[str, Any] = {}
+        failures: list[str] = []
+        for planned in self.plan.of(kind):
+            if not planned.active:
+                continue
+            try:
+                if self._serves_tasks(planned):
+                    created[planned.name] = self.create(kind, planned.name, context_factory(planned.name))
+            except HardpointError as error:
+                if self.is_essential(planned):
+                    raise
+                failures.append(str(error))
+        if failures:
+            _logger.warning(
+                "%d of the installed %s plugins failed in %s and are left out: %s (see `hardpoint plugins doctor`)",
+                *(len(failures), kind, self.process, "; ".join(failures)),
+            )
+        return created
+
+    def _serves_tasks(self, planned: PlannedPlugin) -> bool:
+        required = self.load_factory(planned.kind, planned.name).declaration.required_tasks
+        if not required or required & set(self.plan.tasks or ()):
+            return True
+        reason = (
+            f"it serves {', '.join(sorted(required))}; this server offers {', '.join(self.plan.tasks or ()) or 'none'}"
+        )
+        self._note(planned, PluginState.REFUSED, reason)
+        _logger.info("%s is left out: %s", planned.label, reason)
+        return False
+
+    def is_essential(self, planned: PlannedPlugin) -> bool:
+        """Whether the failure of ``planned`` must stop the start."""
+        return self.plan.strict or planned.selected_by is not SelectedBy.INSTALLED
+
+    def quarantine(self, kind: str, name: str, error: Exception) -> None:
+        """Apply the failure policy to a plugin that failed after its creation.
+
+        Raises ``PluginLoadError`` from ``error`` when the plugin is essential; otherwise it is marked as failed.
+        """
+        planned = self.plan.find(kind, name)
+        failure = self._failure(planned, "using", error)
+        if self.is_essential(planned):
+            raise failure from error
+        self._activation().groups.get(kind, {}).pop(name, None)
+        _logger.warning("%s (see `hardpoint plugins doctor`)", failure)
+
+    def report(self) -> LoadReport:
+        """The state of every planned and refused plugin in this process."""
+        done = self._activation().statuses
+        rows = [done.get((p.kind, p.name)) or self._untouched(p) for p in self.plan.plugins]
+        rows += [
+            PluginStatus(entry.kind, entry.name, entry.distribution, "", PluginState.REFUSED, entry.reason)
+            for entry in self.plan.refused
+        ]
+        roles = tuple(str(role) for role in ProcessRole if role in self.roles)
+        return LoadReport(self.process, os.getpid(), roles, self.rank, __version__, tuple(rows))
+
+    def _untouched(self, planned: PlannedPlugin) -> PluginStatus:
+        mine = self._permits(planned.kind)
+        state = PluginState.ALLOWED if mine else PluginState.DISCOVERED
+        reason = planned.reason if mine else "belongs to other processes"
+        return PluginStatus(planned.kind, planned.name, planned.distribution, planned.version, state, reason)
+
+    def _activation(self) -> _Activation:
+        if self._current.pid != os.getpid():
+            self._current = _Activation(os.getpid())
+        return self._current
+
+    def _permits(self, kind: str) -> bool:
+        return bool(kind_spec(kind).roles & self.roles)
+
+    def _require_role(self, kind: str) -> None:
+        if not self._permits(kind):
+            owners = ", ".join(sorted(kind_spec(kind).roles))
+            raise PluginError(f"{kind} plugins run only in processes with the role {owners}; this is {self.process}")
+
+    def _note(
+        self, planned: PlannedPlugin, state: PluginState, reason: str = "", load_seconds: float | None = None
+    ) -> None:
+        statuses = self._activation().statuses
+        before = statuses.get((planned.kind, planned.name))
+        seconds = before.load_seconds if before is not None and load_seconds is None else load_seconds
+        statuses[planned.kind, planned.name] = PluginStatus(
+            planned.kind, planned.name, planned.distribution, planned.version, state, reason, seconds
+        )
+
+    def _failure(self, planned: PlannedPlugin, doing: str, error: BaseException) -> PluginLoadError:
+        cause = f"{type(error).__name__}: {error}" if not isinstance(error, PluginError) else str(error)
+        self._note(planned, PluginState.FAILED, cause)
+        _logger.debug("%s %s failed in %s", doing, planned.label, self.process, exc_info=error)
+        return PluginLoadError(f"{doing} {planned.label} failed in {self.process}: {cause}")
+
+
+def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:
+    module, _, attribute = planned.entry_point.partition(":")
+    factory = attrgetter(attribute)(importlib.import_module(module))
+    if not callable(factory):
+        raise TypeError(f"{planned.entry_point} is a {type(factory).__name__}, not a factory")
+    declaration = declaration_of(factory) or PluginDeclaration[Any](planned.kind)
+    if declaration.kind != planned.kind:
+        raise TypeError(
+            f"{planned.entry_point} is declared as a {declaration.kind} plugin, but its entry point says {planned.kind}"
+        )
+    return PluginFactoryRecord(planned, factory, declaration)

@@ -1,0 +1,85 @@
+"""What the operator asked for, as one frozen record, and how its parts are written as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins.kinds import kind_spec
+
+__all__ = ["ALLOW_VARIABLE", "STRICT_VARIABLE", "PluginSelection", "parse_names", "parse_pins"]
+
+ALLOW_VARIABLE = "HARDPOINT_PLUGINS"
+STRICT_VARIABLE = "HARDPOINT_PLUGINS_STRICT"
+
+
+class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of the plan, beside the installed metadata.
+
+    ``allow`` and ``endpoints`` are lists of exact names; ``None`` means unset and ``()`` none at all. An unset
+    ``allow`` admits everything installed, an unset ``endpoints`` nothing. An allow-list filters and does not select:
+    a plugin it admits is still *merely installed* where the failure policy asks.
+
+    ``choices`` are names the operator gave per kind (several only for keyed kinds and those with many);
+    ``defaults`` stand in for kinds without a choice. ``pins`` map ``"kind:name"`` to the distribution to take.
+    ``options`` are per kind and name. ``tasks`` are what the server offers, ``None`` when not known.
+    """
+
+    allow: tuple[str, ...] | None = None
+    endpoints: tuple[str, ...] | None = None
+    choices: dict[str, str | tuple[str, ...]] = {}
+    defaults: dict[str, str] = {}
+    pins: dict[str, str] = {}
+    options: dict[str, dict[str, dict[str, Any]]] = {}
+    tasks: tuple[str, ...] | None = None
+    strict: bool = False
+
+    def named(self, kind: str) -> tuple[str, ...]:
+        """The names chosen for ``kind``, in the order given."""
+        choice = self.choices.get(kind, ())
+        return (choice,) if isinstance(choice, str) else tuple(choice)
+
+    def allows(self, name: str) -> bool:
+        """Whether a plugin may become active by merely being installed."""
+        return self.allow is None or name in self.allow
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], **settings: Any) -> PluginSelection:
+        """A selection whose allow-list and strictness come from the environment unless ``settings`` give them."""
+        if settings.get("allow") is None:
+            settings["allow"] = parse_names(environ.get(ALLOW_VARIABLE))
+        if not settings.get("strict"):
+            settings["strict"] = _parse_flag(STRICT_VARIABLE, environ.get(STRICT_VARIABLE, ""))
+        return cls(**settings)
+
+
+def parse_names(text: str | None) -> tuple[str, ...] | None:
+    """A comma-separated list of names; ``None`` stays unset, an empty text is an empty list."""
+    if text is None:
+        return None
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parse_pins(pins: Iterable[str]) -> dict[str, str]:
+    """``kind:name=distribution`` lines as a mapping. Raises ``ConfigError`` for another form or a doubled pin."""
+    parsed: dict[str, str] = {}
+    for pin in pins:
+        target, equals, distribution = pin.partition("=")
+        kind, colon, name = target.partition(":")
+        if not (equals and colon and name and distribution):
+            raise ConfigError(f"plugin pin {pin!r} is not of the form kind:name=distribution")
+        kind_spec(kind)
+        if parsed.setdefault(target, distribution) != distribution:
+            raise ConfigError(f"plugin {target} is pinned to both {parsed[target]!r} and {distribution!r}")
+    return parsed
+
+
+def _parse_flag(variable: str, text: str) -> bool:
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{variable}={text!r} is not a switch; use 1 or 0")

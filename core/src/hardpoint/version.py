@@ -1,0 +1,7 @@
+"""The core's version, importable without the package's public face."""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"
