@@ -1,0 +1,25 @@
+"""Everything a user can set. Command line, YAML and environment derive from these models."""
+
+from __future__ import annotations
+
+from hardpoint.config.models import (
+    AppConfig,
+    CacheConfig,
+    EngineConfig,
+    ExecutionConfig,
+    ModelConfig,
+    PluginPolicy,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+__all__ = [
+    "AppConfig",
+    "CacheConfig",
+    "EngineConfig",
+    "ExecutionConfig",
+    "ModelConfig",
+    "PluginPolicy",
+    "SchedulerConfig",
+    "ServerConfig",
+]
