@@ -16,9 +16,7 @@ EACH = pytest.mark.parametrize("distribution", distributions(), ids=lambda dist:
 
 def editable_lines() -> list[str]:
     lines = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
-    return [
-        line.removeprefix("-e ").split("[")[0].removeprefix("./") for line in lines if line.startswith("-e ")
-    ]
+    return [line.removeprefix("-e ").split("[")[0].removeprefix("./") for line in lines if line.startswith("-e ")]
 
 
 def source_roots() -> set[str]:
@@ -30,9 +28,7 @@ def test_every_folder_is_installed_editable_and_nothing_else_is() -> None:
 
 
 def test_every_folder_is_a_distribution() -> None:
-    folders = {
-        path for parent in ("platforms", "plugins") for path in (ROOT / parent).iterdir() if path.is_dir()
-    }
+    folders = {path for parent in ("platforms", "plugins") for path in (ROOT / parent).iterdir() if path.is_dir()}
     assert folders == {distribution.folder for distribution in distributions()[1:]}
 
 
@@ -68,8 +64,7 @@ def test_torch_free_families_are_those_that_do_not_require_torch() -> None:
     torch_free = {
         dist.package
         for dist in distributions()[1:]
-        if not {"torch", "hardpoint-torch-runtime"}
-        & {Requirement(line).name for line in dist.project["dependencies"]}
+        if not {"torch", "hardpoint-torch-runtime"} & {Requirement(line).name for line in dist.project["dependencies"]}
     }
     assert set(contracts["torch-free-families"]["source_modules"]) == torch_free
 

@@ -35,7 +35,5 @@ def test_nothing_stale_is_installed(dist: Distribution) -> None:
         for point in distribution(dist.name).entry_points
         if point.group.startswith("hardpoint.")
     }
-    declared = {
-        (group, name, target) for group, names in dist.entry_points.items() for name, target in names.items()
-    }
+    declared = {(group, name, target) for group, names in dist.entry_points.items() for name, target in names.items()}
     assert installed == declared

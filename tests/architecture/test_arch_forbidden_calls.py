@@ -15,9 +15,7 @@ UNSAFE_YAML = frozenset({"load", "load_all", "unsafe_load", "unsafe_load_all", "
 
 
 def faults(source: str) -> list[str]:
-    found = [
-        f"line {imp.line}: imports {imp.module}" for imp in imports_of(source) if imp.top_level in MODULES
-    ]
+    found = [f"line {imp.line}: imports {imp.module}" for imp in imports_of(source) if imp.top_level in MODULES]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and (reason := _fault_of_call(node)):
             found.append(f"line {node.lineno}: {reason}")
@@ -29,11 +27,7 @@ def _fault_of_call(node: ast.Call) -> str | None:
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if isinstance(node.func, ast.Name) and name in BUILTINS:
         return f"calls {name}"
-    owner = (
-        node.func.value.id
-        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
-        else ""
-    )
+    owner = node.func.value.id if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) else ""
     if owner == "yaml" and name in UNSAFE_YAML:
         return f"calls yaml.{name}; use yaml.safe_load"
     if owner == "torch" and name == "load" and not _is_literal(keywords.get("weights_only"), True):

@@ -27,9 +27,7 @@ MAX_VERSION_SECONDS = 0.3
 
 
 def modules_after(source: str) -> tuple[int, set[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     status, names = json.loads(done.stdout.splitlines()[-1])
     return status, set(names)
