@@ -103,7 +103,7 @@ _ROWS = (
     KindSpec("memory", _WORKER, _AT_WORKER, _KEYED, "device memory pools"),
     KindSpec("model", _WORKER, _AT_WORKER, _KEYED, "model architectures", required=True),
     KindSpec("quantization", _WORKER, _AT_WORKER, _KEYED, "quantized linear layers"),
-    KindSpec("weight_loader", _WORKER, _AT_WORKER, _KEYED, "reads weight files", required=True),
+    KindSpec("weight_loader", _LAUNCHER | _WORKER, Phase.CONFIG, _KEYED, "reads weight files", required=True),
     KindSpec("logits_processor", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "edits logits before sampling"),
     KindSpec("speculator", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "proposes draft tokens"),
     KindSpec("structured_output", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "grammars"),
