@@ -119,7 +119,9 @@ def plugin(
     """Declare a factory function or class as a plugin of ``kind``. Has no side effect beyond the attribute."""
 
     def mark(factory: FactoryT) -> FactoryT:
-        declaration = PluginDeclaration[Any](kind, options, probe, dict(capabilities or {}), required_tasks)
+        declaration: PluginDeclaration[Any] = PluginDeclaration(
+            kind, options, probe, dict(capabilities or {}), required_tasks
+        )
         setattr(factory, DECLARATION_ATTRIBUTE, declaration)
         return factory
 

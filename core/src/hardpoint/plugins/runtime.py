@@ -302,7 +302,7 @@ def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:
     factory = attrgetter(attribute)(importlib.import_module(module))
     if not callable(factory):
         raise TypeError(f"{planned.entry_point} is a {type(factory).__name__}, not a factory")
-    declaration = declaration_of(factory) or PluginDeclaration[Any](planned.kind)
+    declaration: PluginDeclaration[Any] = declaration_of(factory) or PluginDeclaration(planned.kind)
     if declaration.kind != planned.kind:
         raise TypeError(
             f"{planned.entry_point} is declared as a {declaration.kind} plugin, but its entry point says {planned.kind}"

@@ -1,0 +1,188 @@
+"""The CPU platform: the default and the fallback. Importing it, probing it and asking it need no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces.platform import (
+    DeviceDescription,
+    EngineSettings,
+    LogicalDevice,
+    Platform,
+    PlatformKind,
+    ThreadPlan,
+)
+from hardpoint.interfaces.plugin import PluginContext, ProbeResult, ProbeStatus, plugin
+from hardpoint_cpu.host import Host
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CpuOptions", "CpuPlatform", "create", "probe"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+_AUTO = (None, "auto")
+
+
+class CpuOptions(BaseModel):
+    """Defaults the platform fills in where the user set nothing.
+
+    The cache takes ``kv_cache_fraction`` of the memory that is free at start, at most ``kv_cache_max_bytes``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kv_cache_fraction: float = Field(default=0.4, gt=0, le=1)
+    kv_cache_max_bytes: int = Field(default=4 << 30, gt=0)
+    block_size: int = Field(default=16, gt=0)
+    max_num_seqs: int = Field(default=128, gt=0)
+    max_num_batched_tokens: int = Field(default=512, gt=0)
+    attention_backends: tuple[str, ...] = ("torch_reference",)
+
+
+def probe() -> ProbeResult:
+    """A host always has a processor; only an operating system without affinity calls is refused."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ProbeResult(ProbeStatus.ABSENT, f"no CPU affinity on {sys.platform}; Linux is supported")
+    return ProbeResult(ProbeStatus.AVAILABLE, f"{len(os.sched_getaffinity(0))} logical CPUs")
+
+
+class CpuPlatform(Platform):
+    """One logical device: the host. ``host`` can be fabricated."""
+
+    kind: ClassVar[PlatformKind] = PlatformKind.CPU
+    name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = "cpu"
+    dispatch_key: ClassVar[str] = "CPU"
+    collective_backend: ClassVar[str] = "gloo"
+    extra_environment: ClassVar[Sequence[str]] = (THREADS_VARIABLE,)
+
+    def __init__(self, options: CpuOptions | None = None, host: Host | None = None) -> None:
+        self.options = options or CpuOptions()
+        self.host = host or Host()
+
+    def describe(self, device: LogicalDevice) -> DeviceDescription:
+        del device  # all logical devices are this host
+        return DeviceDescription(
+            device_type="cpu",
+            name=self.host.model_name(),
+            memory_bytes=self.host.memory().limit,
+            features=self.host.cpu_flags(),
+        )
+
+    def check_and_update(self, settings: EngineSettings) -> None:
+        if settings.world_size < 1:
+            raise ConfigError(f"world size {settings.world_size} is below 1; set the parallel sizes to 1 or more")
+        settings.worker = settings.worker or "torch"
+        settings.executor = settings.executor or ("uniproc" if settings.world_size == 1 else "multiproc")
+        settings.dtype = self._dtype(settings.dtype)
+        if settings.kv_cache_dtype in _AUTO:
+            settings.kv_cache_dtype = settings.dtype
+        settings.block_size = _positive("block size", settings.block_size, self.options.block_size, "--block-size")
+        settings.max_num_seqs = _positive(
+            "number of sequences", settings.max_num_seqs, self.options.max_num_seqs, "--max-num-seqs"
+        )
+        # Every running sequence must be able to advance by one token in a step.
+        default_tokens = max(self.options.max_num_batched_tokens, settings.max_num_seqs)
+        settings.max_num_batched_tokens = _positive(
+            "tokens per step", settings.max_num_batched_tokens, default_tokens, "--max-num-batched-tokens"
+        )
+        settings.kv_cache_bytes = _positive(
+            "KV cache size", settings.kv_cache_bytes, self._kv_cache_bytes(settings.world_size), "--kv-cache-bytes"
+        )
+
+    def thread_plan(self, world_size: int, environment: Mapping[str, str]) -> ThreadPlan:
+        """Threads per worker: one per allowed physical core within the CPU quota, shared out among the ranks.
+
+        ``OMP_NUM_THREADS`` overrides the count. Threads are pinned only where a core has several hardware threads.
+        """
+        cores = self.host.physical_cores()
+        given = environment.get(THREADS_VARIABLE)
+        if given:
+            return ThreadPlan(compute_threads=_threads(given))
+        quota = self.host.cpu_quota()
+        usable = len(cores) if quota is None else min(len(cores), math.ceil(quota))
+        has_siblings = len(cores) < len(self.host.allowed_cpus)
+        return ThreadPlan(
+            compute_threads=max(1, usable // max(1, world_size)),
+            cores=cores if has_siblings and usable == len(cores) else (),
+        )
+
+    def attention_candidates(self) -> Sequence[str]:
+        return self.options.attention_backends
+
+    def memory_budget(self, device: LogicalDevice) -> int:
+        del device
+        return self.host.memory().limit
+
+    def memory_used(self, device: LogicalDevice) -> int:
+        del device
+        return self.host.memory().used
+
+    def init_worker(self, device: LogicalDevice, threads: ThreadPlan) -> torch.device:
+        """Size torch's pools. Raises ``ConfigError`` when the process used torch before and the pools are fixed."""
+        import torch
+
+        if threads.cores:
+            os.sched_setaffinity(0, threads.cores)
+        torch.set_num_threads(threads.compute_threads)
+        if torch.get_num_interop_threads() != 1:
+            try:
+                torch.set_num_interop_threads(1)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the inter-operator pool already runs {torch.get_num_interop_threads()} threads: the process used "
+                    "torch before the worker started; start the engine in a process of its own"
+                ) from error
+        return torch.device("cpu")
+
+    def capabilities(self) -> Mapping[str, Any]:
+        memory = self.host.memory()
+        return {
+            "physical_cores": len(self.host.physical_cores()),
+            "cpu_quota": self.host.cpu_quota(),
+            "memory_limit_bytes": memory.limit,
+            "memory_available_bytes": memory.available,
+        }
+
+    def _dtype(self, wanted: str | None) -> str:
+        # Half formats are storage formats on a processor: computing in float32 is exact and not slower.
+        if wanted in _AUTO:
+            return "float32"
+        if wanted not in DTYPES:
+            raise ConfigError(f"dtype {wanted!r} cannot run on the CPU; allowed for --dtype: auto, {', '.join(DTYPES)}")
+        return wanted
+
+    def _kv_cache_bytes(self, world_size: int) -> int:
+        share = int(self.host.memory().available * self.options.kv_cache_fraction) // world_size
+        return max(1, min(self.options.kv_cache_max_bytes, share))
+
+
+def _positive(what: str, value: int | None, default: int, option: str) -> int:
+    if value is None:
+        return default
+    if value < 1:
+        raise ConfigError(f"{what} {value} is below 1; set {option} to a positive number")
+    return value
+
+
+def _threads(text: str) -> int:
+    # OpenMP allows a list with one number per nesting level; the first level is ours.
+    first = text.split(",")[0].strip()
+    if not first.isdigit() or int(first) < 1:
+        raise ConfigError(f"{THREADS_VARIABLE}={text!r} is not a positive number; unset it or set it to a thread count")
+    return int(first)
+
+
+@plugin("platform", options=CpuOptions, probe=probe, capabilities={"fallback": True})
+def create(ctx: PluginContext, options: CpuOptions) -> CpuPlatform:
+    del ctx
+    return CpuPlatform(options)
