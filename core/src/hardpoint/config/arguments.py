@@ -1,0 +1,189 @@
+"""Command-line flags, environment variables and YAML, all derived from the configuration models.
+
+A field ``max_num_seqs`` is ``--max-num-seqs`` and ``HARDPOINT_MAX_NUM_SEQS``. The command line wins over the environment,
+the environment over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from hardpoint.config.errors import from_validation
+from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
+from hardpoint.errors import ConfigError
+
+__all__ = ["add_arguments", "load_config"]
+
+_ENGINE_SECTIONS = ("model", "cache", "scheduler", "execution")
+_OTHER_SECTIONS: Mapping[str, type[BaseModel]] = {"server": ServerConfig}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    section: str
+    field: str
+    info: FieldInfo
+
+    @property
+    def option(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "HARDPOINT_" + self.field.upper()
+
+    @property
+    def annotation(self) -> Any:
+        """The field's type without ``None``."""
+        annotation = self.info.annotation
+        if get_origin(annotation) in (Union, types.UnionType):
+            annotation = next(part for part in get_args(annotation) if part is not type(None))
+        return annotation
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.annotation) is tuple
+
+    @property
+    def is_switch(self) -> bool:
+        return self.annotation is bool
+
+    @property
+    def choices(self) -> list[str] | None:
+        return list(get_args(self.annotation)) if get_origin(self.annotation) is Literal else None
+
+
+def _flags(with_server: bool) -> Iterator[_Flag]:
+    for section in _ENGINE_SECTIONS:
+        model: Any = EngineConfig.model_fields[section].annotation
+        yield from (_Flag(section, field, info) for field, info in model.model_fields.items() if field != "name")
+    if with_server:
+        for section, model in _OTHER_SECTIONS.items():
+            yield from (_Flag(section, field, info) for field, info in model.model_fields.items())
+    for field in ("log_level", "log_interval_s"):
+        yield _Flag("", field, AppConfig.model_fields[field])
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, with_server: bool) -> None:
+    """Add every setting as a flag, the model as an optional positional, and the plugin options."""
+    parser.add_argument("model", nargs="?", help="a known name, a folder, a .gguf file or a hub id")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings (also HARDPOINT_CONFIG)")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for flag in _flags(with_server):
+        group = groups.get(flag.section) or parser.add_argument_group(flag.section or "logging")
+        groups[flag.section] = group
+        default = flag.info.default
+        text = flag.info.description or ""
+        if default not in (None, (), False):
+            text += f" (default: {' '.join(default) if flag.is_list else default})"
+        settings: dict[str, Any] = {"dest": f"setting:{flag.section}:{flag.field}", "default": None}
+        settings["help"] = text.replace("%", "%%")
+        if flag.is_switch:
+            settings["action"] = argparse.BooleanOptionalAction
+        elif flag.is_list:
+            settings.update(action="append", metavar="VALUE")
+        else:
+            settings.update(choices=flag.choices, metavar=None if flag.choices else "VALUE")
+        group.add_argument(flag.option, **settings)
+    plugins = parser.add_argument_group("plugins")
+    plugins.add_argument(
+        "--plugin", action="append", default=[], metavar="KIND.NAME.KEY=VALUE", help="a plugin's option"
+    )
+    plugins.add_argument("--plugins", metavar="NAMES", help="plugins that may load merely by being installed")
+    plugins.add_argument("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="settle a doubled name")
+    plugins.add_argument("--strict-plugins", action="store_true", help=PluginPolicy.model_fields["strict"].description)
+
+
+def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> AppConfig:
+    """The validated configuration. Raises ``ConfigError`` that names the setting, its value and what is allowed."""
+    document = _read_file(arguments.config or environ.get("HARDPOINT_CONFIG"))
+    engine, rest = _split_document(document)
+    for flag in _flags(with_server=True):
+        value = _given(flag, arguments, environ)
+        if value is None:
+            continue
+        target = rest if flag.section == "" else (engine if flag.section in _ENGINE_SECTIONS else rest)
+        holder = target if flag.section == "" else target.setdefault(flag.section, {})
+        holder[flag.field] = value
+    if arguments.model is not None:
+        engine.setdefault("model", {})["name"] = arguments.model
+    if "name" not in engine.get("model", {}):
+        raise ConfigError("no model is named; give one as the first argument or as model.name in the file")
+    _apply_plugin_arguments(arguments, rest)
+    name = engine["model"].get("served_name") or engine["model"]["name"]
+    try:
+        return AppConfig.model_validate({"engines": {str(name): engine}, **rest})
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str]) -> Any:
+    value = getattr(arguments, f"setting:{flag.section}:{flag.field}", None)
+    if value is not None or flag.variable not in environ:
+        return value
+    text = environ[flag.variable]
+    if flag.is_list:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if flag.is_switch:
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise ConfigError(f"{flag.variable}={text!r} is neither yes nor no; use one of {', '.join(_TRUE + _FALSE)}")
+        return text.lower() in _TRUE
+    return text
+
+
+def _read_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"configuration file {path!r} cannot be read: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"configuration file {path!r} holds no mapping of sections")
+    return document
+
+
+def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The one engine's sections, and the rest. ``model: name`` is short for ``model: {name: name}``."""
+    rest = {key: value for key, value in document.items() if key not in (*_ENGINE_SECTIONS, "engines")}
+    engines = document.get("engines")
+    if engines is not None:
+        if not isinstance(engines, dict) or len(engines) != 1:
+            raise ConfigError("'engines' must hold exactly one engine; one server runs one model for now")
+        engine = dict(next(iter(engines.values())))
+    else:
+        engine = {key: document[key] for key in _ENGINE_SECTIONS if key in document}
+    if isinstance(engine.get("model"), str):
+        engine["model"] = {"name": engine["model"]}
+    for holder in (engine, rest):
+        for key, value in holder.items():
+            if isinstance(value, dict):
+                holder[key] = dict(value)
+    return engine, rest
+
+
+def _apply_plugin_arguments(arguments: argparse.Namespace, rest: dict[str, Any]) -> None:
+    for text in arguments.plugin:
+        path, equals, value = text.partition("=")
+        parts = path.split(".")
+        if not equals or len(parts) != 3 or not all(parts):
+            raise ConfigError(f"--plugin {text!r} is not of the form kind.name.key=value")
+        kind, name, key = parts
+        rest.setdefault("plugins", {}).setdefault(kind, {}).setdefault(name, {})[key] = yaml.safe_load(value)
+    policy = rest.setdefault("plugin_policy", {})
+    if arguments.plugins is not None:
+        policy["allow"] = tuple(part.strip() for part in arguments.plugins.split(",") if part.strip())
+    if arguments.pin:
+        policy["pins"] = tuple(arguments.pin)
+    if arguments.strict_plugins:
+        policy["strict"] = True

@@ -1,0 +1,312 @@
+"""From configuration to a frozen :class:`EngineSpec`: plan, platform, files, model facts, limits. Starts nothing.
+
+Everything that can be wrong with names and files is found here, in the launcher, as one message.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.engine.spec import EngineSpec
+from hardpoint.errors import ConfigError, ModelFormatError, ModelNotFoundError, PluginNotFoundError
+from hardpoint.interfaces.engine import ModelLimits
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext
+from hardpoint.interfaces.platform import EngineSettings, Platform
+from hardpoint.interfaces.scheduler import SchedulerLimits
+from hardpoint.interfaces.tokenizer import TokenizerProvider
+from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
+from hardpoint.plugins import (
+    PluginPlan,
+    PluginRuntime,
+    PluginSelection,
+    SelectedBy,
+    build_plan,
+    discover,
+    parse_pins,
+    select_platform,
+)
+from hardpoint.roles import ProcessRole
+
+__all__ = ["Launch", "plugin_selection", "prepare", "start_runtime"]
+
+_logger = logging.getLogger("hardpoint.launch")
+_DEFAULT_MAX_NUM_SEQS = 64
+_DEFAULT_BATCHED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What starting an engine takes. ``runtime`` is this process's share of the plan."""
+
+    spec: EngineSpec
+    runtime: PluginRuntime
+    artifact: ModelArtifact
+
+
+def plugin_selection(config: AppConfig, engine: EngineConfig, environ: dict[str, str]) -> PluginSelection:
+    """What the configuration asks of plugins. Unset choices stay open for the platform."""
+    execution, cache, model = engine.execution, engine.cache, engine.model
+    named = {
+        "platform": execution.platform,
+        "executor": execution.executor,
+        "attention_backend": execution.attention_backend,
+        "compiler": execution.compiler,
+        "quantization": model.quantization,
+        "weight_loader": model.loader,
+    }
+    policy = config.plugin_policy
+    return PluginSelection.from_environment(
+        environ,
+        allow=policy.allow,
+        endpoints=config.server.endpoints,
+        choices={kind: name for kind, name in named.items() if name is not None},
+        defaults={
+            "scheduler": engine.scheduler.scheduler,
+            "kv_layout": cache.kv_layout,
+            "hash": cache.hash_algorithm,
+        },
+        pins=parse_pins(policy.pins),
+        options=config.plugins,
+        strict=policy.strict,
+    )
+
+
+def start_runtime(
+    config: AppConfig, engine: EngineConfig, environ: dict[str, str], roles: frozenset[ProcessRole]
+) -> PluginRuntime:
+    """Plan, choose and create the platform, and take this process's share."""
+    installed = discover()
+    plan = build_plan(installed, plugin_selection(config, engine, environ))
+    choice = select_platform(plan, engine.execution.platform, installed=installed)
+    reason = "; ".join(f"{name}: {probe.status} ({probe.reason})" for name, probe in choice.probes)
+    plan = plan.choose("platform", choice.name, SelectedBy.DEFAULT, reason)
+    for notice in plan.notices:
+        _logger.info("%s", notice)
+    runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
+    runtime.attach_platform(runtime.create("platform", choice.name, runtime.context("platform", choice.name)))
+    return runtime
+
+
+def prepare(
+    config: AppConfig,
+    name: str,
+    *,
+    environ: dict[str, str],
+    roles: frozenset[ProcessRole],
+    runtime_dir: str = "",
+    show_progress: bool = True,
+) -> Launch:
+    """Resolve engine ``name`` of ``config``.
+
+    Raises ``ConfigError``, ``ModelNotFoundError``, ``ModelFormatError``, ``UnsupportedModelError`` and the plugin
+    errors, each with what to change.
+    """
+    engine = config.engines[name]
+    runtime = start_runtime(config, engine, environ, roles)
+    artifact = _resolve_model(runtime, engine)
+    loader, info = _describe_model(runtime, engine, artifact)
+    tokenizer = _find_tokenizer(runtime, artifact)
+    settings = _settle(runtime, engine, info)
+    plan = _final_plan(runtime.plan, settings, loader)
+    runtime.plan = plan
+    limits = _limits(engine, settings, info)
+    spec = EngineSpec(
+        model_name=name,
+        plan=plan.to_bytes(),
+        platform=plan.selected("platform").name,
+        worker=settings.worker or "",
+        executor=plan.selected("executor").name,
+        scheduler=plan.selected("scheduler").name,
+        kv_layout=engine.cache.kv_layout,
+        tokenizer=tokenizer,
+        hash_algorithm=engine.cache.hash_algorithm,
+        model=info,
+        worker_config=_worker_config(engine, settings, info, limits, runtime, environ, show_progress),
+        limits=limits,
+        model_limits=ModelLimits(
+            vocab_size=info.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_logprobs=config.server.max_logprobs,
+            max_n=config.server.max_n,
+            max_prompts=config.server.max_prompts,
+            max_num_seqs=limits.max_num_seqs,
+        ),
+        num_blocks=engine.cache.num_kv_blocks,
+        chat_template=_read_template(engine.model.chat_template),
+        runtime_dir=runtime_dir,
+        log_level=config.log_level,
+    )
+    return Launch(spec, runtime, artifact)
+
+
+def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifact:
+    sources = _model_sources(runtime)
+    for source in sources:
+        artifact = source.resolve(engine.model.name, engine.model.revision)
+        if artifact is not None:
+            return artifact
+    known = sorted({name for source in sources for name in source.known_names()})
+    asked = ", ".join(runtime.names("model_source")) or "none is installed"
+    hint = f"; known names: {', '.join(known)}" if known else ""
+    raise ModelNotFoundError(
+        f"no model source knows {engine.model.name!r} (asked: {asked}){hint}; "
+        "give a folder with config.json, a .gguf file, a known name or a hub id such as org/name"
+    )
+
+
+def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: ModelArtifact) -> tuple[str, ModelInfo]:
+    names = (engine.model.loader,) if engine.model.loader else runtime.names("weight_loader")
+    for name in names:
+        base = runtime.context("weight_loader", name)
+        context = WeightLoaderContext(**_fields(base))
+        loader: WeightLoader = runtime.create("weight_loader", name, context)
+        if engine.model.loader or loader.accepts(artifact):
+            return name, loader.describe(artifact)
+    raise ModelFormatError(
+        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); "
+        f"installed loaders: {', '.join(runtime.names('weight_loader')) or 'none'}"
+    )
+
+
+def _find_tokenizer(runtime: PluginRuntime, artifact: ModelArtifact) -> str:
+    for name in runtime.names("tokenizer"):
+        provider: TokenizerProvider = runtime.create("tokenizer", name, runtime.context("tokenizer", name))
+        if provider.accepts(artifact):
+            return name
+    installed = ", ".join(runtime.names("tokenizer"))
+    if not installed:
+        raise PluginNotFoundError("no tokenizer plugin is installed; install a distribution that provides one")
+    raise ModelFormatError(
+        f"{artifact.root}: no tokenizer found for {artifact.name!r} (asked: {installed}); "
+        "a folder needs tokenizer.json beside its weights, a GGUF file its own vocabulary"
+    )
+
+
+def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> EngineSettings:
+    """Let the platform fill what the user left open, and refuse what cannot be."""
+    platform: Platform = runtime.platform  # type: ignore[assignment]
+    auto = engine.model.dtype == "auto"
+    settings = EngineSettings(
+        executor=engine.execution.executor,
+        dtype=None if auto else engine.model.dtype,
+        kv_cache_dtype=None if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype,
+        block_size=engine.cache.block_size,
+        attention_backend=engine.execution.attention_backend,
+        world_size=engine.execution.world_size,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        kv_cache_bytes=engine.cache.kv_cache_memory,
+    )
+    platform.check_and_update(settings)
+    if not settings.worker:
+        raise ConfigError(f"platform {platform.name!r} set no worker; its check_and_update must name one")
+    if settings.dtype is None:
+        settings.dtype = info.dtype
+    if settings.kv_cache_dtype is None:
+        settings.kv_cache_dtype = settings.dtype
+    return settings
+
+
+def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> PluginPlan:
+    plan = plan.choose("worker", settings.worker or "", SelectedBy.DEFAULT, "the platform's worker")
+    plan = plan.choose("weight_loader", loader, SelectedBy.DEFAULT, "accepts the model's files")
+    if settings.executor is not None:
+        plan = plan.choose("executor", settings.executor, SelectedBy.DEFAULT, "the platform's or the operator's choice")
+    plan.selected("executor")
+    plan.selected("scheduler")
+    return plan
+
+
+def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> SchedulerLimits:
+    wanted = engine.model.max_model_len
+    if wanted is not None and wanted > info.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {info.max_position} tokens {info.artifact.name!r} was made for; "
+            f"set --max-model-len to at most {info.max_position}"
+        )
+    max_model_len = wanted or info.max_position
+    return SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens=settings.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
+        max_model_len=max_model_len,
+        max_waiting=engine.scheduler.max_waiting,
+        long_prefill_threshold=engine.scheduler.long_prefill_threshold,
+        prefix_caching=engine.cache.prefix_caching,
+        full_sequence_must_fit=engine.scheduler.full_sequence_must_fit,
+        watermark=engine.scheduler.watermark,
+    )
+
+
+def _worker_config(
+    engine: EngineConfig,
+    settings: EngineSettings,
+    info: ModelInfo,
+    limits: SchedulerLimits,
+    runtime: PluginRuntime,
+    environ: dict[str, str],
+    show_progress: bool,
+) -> WorkerConfig:
+    platform: Platform = runtime.platform  # type: ignore[assignment]
+    world_size = engine.execution.world_size
+    if settings.block_size is None:
+        raise ConfigError(f"platform {platform.name!r} chose no block size; set --block-size")
+    return WorkerConfig(
+        model=info,
+        dtype=settings.dtype or info.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype or info.dtype,
+        block_size=settings.block_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        threads=platform.thread_plan(world_size, environ),
+        parallel=ParallelSlice(world_size=world_size),
+        attention_backend=settings.attention_backend,
+        quantization=engine.model.quantization,
+        compiler=engine.execution.compiler,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        batch_invariant=engine.execution.batch_invariant,
+        show_progress=show_progress,
+        seed=engine.execution.seed,
+    )
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat template {path!r} cannot be read: {error}; set --chat-template to a text file"
+        ) from None
+
+
+def _model_sources(runtime: PluginRuntime) -> list[ModelSource]:
+    names = runtime.names("model_source")
+    sources = [runtime.create("model_source", name, runtime.context("model_source", name)) for name in names]
+    return sorted(sources, key=lambda source: source.priority)
+
+
+def _fields(context: Any) -> dict[str, Any]:
+    """Fields of the common context, to build a kind's own from."""
+    return {field: getattr(context, field) for field in type(context).__dataclass_fields__}
+
+
+def spec_summary(spec: EngineSpec) -> str:
+    """One line for the log."""
+    config = spec.worker_config
+    return (
+        f"{spec.model_name}: {spec.model.architecture} from {spec.model.artifact.source}, {config.dtype} on "
+        f"{spec.platform}, executor {spec.executor}, scheduler {spec.scheduler}, context {config.max_model_len}"
+    )
+
+
+def with_runtime_dir(spec: EngineSpec, runtime_dir: str) -> EngineSpec:
+    """The same engine with another private folder."""
+    return msgspec.structs.replace(spec, runtime_dir=runtime_dir)
