@@ -1,6 +1,7 @@
 """Command-line flags, environment variables and YAML, all derived from the configuration models.
 
-A field ``max_num_seqs`` is ``--max-num-seqs`` and ``HARDPOINT_MAX_NUM_SEQS``. The command line wins over the environment,
+A field ``max_num_seqs`` is ``--max-num-seqs`` and ``HARDPOINT_MAX_NUM_SEQS``. The command line wins over the
+environment,
 the environment over the file, the file over the default.
 """
 

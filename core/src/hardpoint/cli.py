@@ -1,0 +1,126 @@
+"""The ``hardpoint`` command. Each subcommand is imported only when it is the one called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "generate": "complete prompts and print the result",
+    "chat": "talk to a model in the terminal",
+    "plugins": "list and explain installed plugins",
+}
+
+
+_USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
+"""Exit statuses, as shells expect them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Errors made on purpose become one line on standard error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--version"], ["-V"]):
+        from hardpoint.version import __version__
+
+        print(f"hardpoint {__version__}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else _USAGE
+    return _guarded(lambda: _run(arguments[0], arguments[1:]))
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    from hardpoint.errors import HardpointError
+
+    try:
+        return run()
+    except HardpointError as error:
+        if os.environ.get("HARDPOINT_TRACEBACK"):
+            raise
+        print(f"hardpoint: {type(error).__name__}: {error}", file=sys.stderr)
+        return _FAILURE
+    except BrokenPipeError:
+        # The reader of our output has gone; a second failure while flushing at exit would only be noise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILURE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(command: str, rest: list[str]) -> int:
+    if command == "plugins":
+        return _run_plugins(rest)
+    if command in _COMMANDS:
+        parser = argparse.ArgumentParser(prog=f"hardpoint {command}", description=_COMMANDS[command])
+        module = _command_module(command)
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(rest)))
+    return _run_plugin_command(command, rest)
+
+
+def _command_module(command: str) -> Any:
+    if command == "serve":
+        from hardpoint.commands import serve
+
+        return serve
+    if command == "generate":
+        from hardpoint.commands import generate
+
+        return generate
+    from hardpoint.commands import chat
+
+    return chat
+
+
+def _run_plugins(rest: list[str]) -> int:
+    from hardpoint.plugins.cli import add_plugin_commands
+
+    parser = argparse.ArgumentParser(prog="hardpoint")
+    add_plugin_commands(parser.add_subparsers(dest="command"))
+    parsed = parser.parse_args(["plugins", *rest])
+    return int(parsed.run(parsed))
+
+
+def _plugin_commands() -> tuple[str, ...]:
+    """Names of further commands, from metadata alone."""
+    from hardpoint.plugins import discover
+
+    return tuple(sorted({plugin.name for plugin in discover().plugins if plugin.kind == "cli_command"}))
+
+
+def _run_plugin_command(name: str, rest: list[str]) -> int:
+    names = _plugin_commands()
+    if name not in names:
+        known = ", ".join((*_COMMANDS, *names))
+        print(f"hardpoint: unknown command {name!r}; commands: {known}", file=sys.stderr)
+        return _USAGE
+    from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
+    from hardpoint.roles import ProcessRole
+
+    installed = discover()
+    plan = build_plan(installed, PluginSelection.from_environment(os.environ))
+    runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=installed)
+    command = runtime.create("cli_command", name, runtime.context("cli_command", name))
+    parser = argparse.ArgumentParser(prog=f"hardpoint {name}", description=command.help)
+    command.add_arguments(parser)
+    return int(command.run(parser.parse_args(rest)))
+
+
+def _overview() -> str:
+    lines = ["usage: hardpoint COMMAND [options]", "", "A plugin-first inference platform.", "", "commands:"]
+    lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
+    lines += [f"  {name:<10} from an installed plugin" for name in _plugin_commands()]
+    lines += ["", "options:", "  -h, --help     show this help", "  -V, --version  show the version"]
+    lines += ["", "`hardpoint COMMAND --help` shows a command's options."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
