@@ -13,6 +13,7 @@ from workspace import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+SHOWN_LINES = 60
 TEST_TOOLS = ["pytest-timeout", "pytest-xdist", "httpx", "psutil"]
 
 
@@ -23,7 +24,9 @@ def run(command: Sequence[object], cwd: Path) -> subprocess.CompletedProcess[str
 
 def succeed(command: Sequence[object], cwd: Path) -> str:
     done = run(command, cwd)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    if done.returncode != 0:
+        shown = (done.stdout + done.stderr).splitlines()[-SHOWN_LINES:]
+        pytest.fail("\n".join([f"{list(map(str, command))} exited with {done.returncode}", *shown]), pytrace=False)
     return done.stdout
 
 
@@ -73,5 +76,5 @@ def test_plugins_doctor_tells_what_is_missing_without_failing_itself(scratch: Pa
 
 def test_the_core_passes_its_own_tests(scratch: Path) -> None:
     install(scratch, f"{wheel(scratch)}[server,testing]", *TEST_TOOLS)
-    options = ["-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
     succeed([scratch / "venv/bin/python", "-m", "pytest", *options, ROOT / "core/tests"], scratch)
