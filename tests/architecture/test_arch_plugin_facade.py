@@ -7,7 +7,7 @@ import pytest
 from import_rules import Import, exported_names, imports_of, module_name
 from workspace import ROOT, Distribution, plugin_distributions
 
-FACADE = frozenset({"hardpoint", "hardpoint.errors", "hardpoint.logging"})
+FACADE = frozenset({"hardpoint", "hardpoint.errors", "hardpoint.ipc", "hardpoint.logging", "hardpoint.process"})
 FACADE_TREES = ("hardpoint.interfaces", "hardpoint.testing")
 RUNTIME = "hardpoint_torch_runtime"
 
@@ -74,7 +74,7 @@ def test_plugins_import_only_the_facade(distribution: Distribution) -> None:
         "def f():\n    from hardpoint.config import ModelConfig",
         "from hardpoint.interfaces._private import X",
         "from hardpoint.errors import _hidden",
-        "import_module('hardpoint.ipc')",
+        "import_module('hardpoint.ipc.codec')",
         "from hardpoint_torch_runtime.no_such_module import anything",
         "from hardpoint_torch_runtime import _hidden",
     ],

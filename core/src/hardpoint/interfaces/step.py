@@ -123,7 +123,7 @@ class RowFailure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Result of one step, rows in the order of the step's ``slots``.
 
     Attributes:
@@ -145,7 +145,7 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     extensions: dict[str, Any] = {}
 
 
-class Deferred(msgspec.Struct, frozen=True):
+class Deferred(msgspec.Struct, frozen=True, tag=True):
     """The forward of ``step_id`` is submitted, sampling waits for ``Executor.sample`` (grammar masks and the like)."""
 
     step_id: int

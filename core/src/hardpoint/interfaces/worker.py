@@ -116,7 +116,7 @@ WORKER_RPC: Mapping[str, RpcMethod] = {
     "kv_cache_budget": RpcMethod((), int),
     "initialize_kv_cache": RpcMethod((KVCacheConfig,), None),
     "warm_up": RpcMethod((), None),
-    "execute": RpcMethod((SchedulerOutput,), "step result"),
+    "execute": RpcMethod((SchedulerOutput,), RunnerOutput | Deferred),
     "sample": RpcMethod((int, GrammarMask | None), RunnerOutput),
     "supported_tasks": RpcMethod((), list[str]),
     "check_health": RpcMethod((), None),
