@@ -108,6 +108,9 @@ class HookRunner:
         Raises what the failure policy raises.
         """
         for plugin, function, names in self._implementations(hook):
+            missing = [name for name in names if name not in arguments]
+            if missing:
+                raise TypeError(f"hook {hook} was called without {', '.join(missing)}")
             try:
                 function(*[arguments[name] for name in names])
             except Exception as error:
