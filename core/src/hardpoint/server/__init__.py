@@ -1,0 +1,1 @@
+"""The ASGI shell: keys, limits, error form, endpoint allow-list, route collisions. Needs ``hardpoint-core[server]``."""
