@@ -1,1 +1,22 @@
 """The torch worker and model runner for Hardpoint."""
+
+from hardpoint_torch_runtime.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    get_forward_context,
+    has_forward_context,
+    set_forward_context,
+)
+from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.weights import WeightReport, load_weights
+
+__all__ = [
+    "BatchDescriptor",
+    "ForwardContext",
+    "LayerToolkit",
+    "WeightReport",
+    "get_forward_context",
+    "has_forward_context",
+    "load_weights",
+    "set_forward_context",
+]

@@ -1,0 +1,68 @@
+"""The attention layer of a decoder: binds a model's layer to the selected backend, and holds no backend's branch.
+
+Legend: T tokens (padding included), H query heads, K KV heads, D head size, all of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hardpoint.interfaces.attention import AttentionBackend, AttentionLayerParams, KVWriteMode
+from hardpoint.interfaces.kv_cache import KVCacheSpec
+from hardpoint_torch_runtime.forward_context import ForwardContext, get_forward_context
+
+__all__ = ["AttentionLayer"]
+
+
+class AttentionLayer(torch.nn.Module):
+    """Query [T, H * D], key and value [T, K * D] to [T, H * D].
+
+    Attributes:
+        impl: the backend's computation for this layer.
+        spec: what the layer keeps in the KV cache; None for layers without one (encoders).
+    """
+
+    def __init__(self, params: AttentionLayerParams, backend: AttentionBackend, spec: KVCacheSpec | None) -> None:
+        super().__init__()
+        self.params = params
+        self.name = params.layer_name
+        self.backend = backend
+        self.spec = spec
+        self.impl = backend.create_impl(params)
+        self._writes_kv = spec is not None and backend.kv_write_mode is KVWriteMode.SEPARATE
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, size = self.params.num_heads, self.params.num_kv_heads, self.params.head_size
+        query = query.view(-1, heads, size)
+        key = key.view(-1, kv_heads, size)
+        value = value.view(-1, kv_heads, size)
+        output = torch.empty((query.shape[0], heads, size), dtype=query.dtype, device=query.device)
+        context = get_forward_context()
+        if context.attention_metadata is None:
+            self.impl.forward(query, key, value, None, None, output)
+            return output.view(-1, heads * size)
+        cache = self._cache(context) if self.spec is not None else None
+        if self._writes_kv and cache is not None:
+            self.impl.write_kv(key, value, cache, _entry(context.slot_mapping, self.name, "slot_mapping"))
+        metadata = _entry(context.attention_metadata, self.name, "attention_metadata")
+        self.impl.forward(query, key, value, cache, metadata, output)
+        return output.view(-1, heads * size)
+
+    def _cache(self, context: ForwardContext) -> torch.Tensor:
+        return _entry(context.kv_caches, self.name, "kv_caches")
+
+    def extra_repr(self) -> str:
+        params = self.params
+        return f"{self.name}, heads={params.num_heads}/{params.num_kv_heads}x{params.head_size}, {self.backend.name}"
+
+
+def _entry(entries: dict[str, Any], name: str, field: str) -> Any:
+    try:
+        return entries[name]
+    except KeyError:
+        raise RuntimeError(
+            f"the forward context's {field} has no entry for layer {name!r}; it has {sorted(entries)[:4]} and "
+            f"{max(len(entries) - 4, 0)} more"
+        ) from None

@@ -1,0 +1,103 @@
+"""Vocabulary layers, split over ranks along the vocabulary. Legend: T tokens, C hidden size, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint_torch_runtime.layers.linear import LinearFactory, OutputPart, ParallelLinear
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.placement import Placement
+
+__all__ = ["LMHead", "VocabEmbedding"]
+
+
+def _vocab_part(vocab_size: int, parallel: TensorParallel) -> OutputPart:
+    """Ranks take equal shares of the vocabulary rounded up; the last ranks' shares may end in padding."""
+    share = -(-vocab_size // parallel.size)
+    start = min(parallel.rank * share, vocab_size)
+    return OutputPart(vocab_size, start, min(share, vocab_size - start))
+
+
+class VocabEmbedding(torch.nn.Module):
+    """int64 [T] to [T, C]. ``weight`` is [share of V, C]; ids outside [0, V) are the caller's fault."""
+
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, parallel: TensorParallel, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.name = name
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self._part = _vocab_part(vocab_size, parallel)
+        rows = -(-vocab_size // parallel.size)
+        self.weight = torch.nn.Parameter(
+            torch.zeros(rows, hidden_size, dtype=dtype, device=device), requires_grad=False
+        )
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self._part.start
+        foreign = (local < 0) | (local >= self._part.length)
+        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self.parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        if parameter != "weight" or shard is not None:
+            raise KeyError(f"embedding {self.name!r} has only a whole 'weight', not {parameter!r} / {shard!r}")
+        shape = (self.vocab_size, self.weight.shape[1])
+        return Placement(shape, 0, self._part.start, 0, self._part.length)
+
+
+class LMHead(torch.nn.Module):
+    """[S, C] to logits [S, V] in the compute dtype. Tied heads use the embedding's parameter and own none."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: LinearFactory,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: VocabEmbedding | None = None,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.vocab_size = vocab_size
+        self.parallel = factory.parallel
+        # A tuple hides the embedding from module registration: its parameter must be listed (and loaded) once only.
+        self._tied: tuple[VocabEmbedding, ...] = (tied_to,) if tied_to is not None else ()
+        self.projection: _VocabLinear | None = None
+        if tied_to is None:
+            self.projection = _VocabLinear(name, factory, vocab_size, hidden_size, bias=bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.projection is None:
+            logits = F.linear(hidden, self._tied[0].weight)
+        else:
+            logits = self.projection(hidden)
+        return logits if self.parallel.size == 1 else self.parallel.all_gather(logits)[..., : self.vocab_size]
+
+
+class _VocabLinear(ParallelLinear):
+    """Output rows rounded up to equal shares, so that gathering is uniform; only real rows are loaded."""
+
+    def __init__(self, name: str, factory: LinearFactory, vocab_size: int, hidden_size: int, *, bias: bool) -> None:
+        part = _vocab_part(vocab_size, factory.parallel)
+        rows = -(-vocab_size // factory.parallel.size)
+        super().__init__(
+            name,
+            factory,
+            input_total=hidden_size,
+            input_length=hidden_size,
+            parts={"weight": OutputPart(vocab_size, part.start, rows)},
+            bias=bias,
+        )
+        self._real_rows = part.length
+
+    def _place_weight(self, shard: str | None) -> Placement:
+        placed = super()._place_weight(shard)
+        return Placement(placed.stored_shape, placed.dim, placed.source_start, 0, self._real_rows)

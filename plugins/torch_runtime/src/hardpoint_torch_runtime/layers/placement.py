@@ -1,0 +1,43 @@
+"""Where a stored tensor lands in a (fused, sharded) parameter, as plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Placement", "ShardedModule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``stored_shape`` is what the file must hold. Of it, ``length`` entries from ``source_start`` along ``dim`` are
+    this rank's part; they go to ``target_start`` along the same dimension of the parameter."""
+
+    stored_shape: tuple[int, ...]
+    dim: int
+    source_start: int
+    target_start: int
+    length: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Placement:
+        return cls(shape, 0, 0, 0, shape[0] if shape else 1)
+
+    def source(self, stored: torch.Tensor) -> torch.Tensor:
+        """View of ``stored`` that belongs to this rank."""
+        return stored if stored.dim() == 0 else stored.narrow(self.dim, self.source_start, self.length)
+
+    def target(self, parameter: torch.Tensor) -> torch.Tensor:
+        """View of ``parameter`` that the stored tensor fills."""
+        return parameter if parameter.dim() == 0 else parameter.narrow(self.dim, self.target_start, self.length)
+
+
+@runtime_checkable
+class ShardedModule(Protocol):
+    """A module whose parameters are sharded over ranks or fused from several stored tensors."""
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        """Placement of part ``shard`` of the module's own ``parameter``; ``KeyError`` for a part it does not have."""

@@ -1,0 +1,114 @@
+"""Rotary position embedding with cosines and sines precomputed in float32.
+
+Legend: T tokens, H heads, D head size, R rotated part of D (the rest passes through), P positions.
+Pairs are (i, i + R/2), the layout of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hardpoint.errors import UnsupportedModelError
+from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
+
+__all__ = ["RotaryEmbedding", "rotary_frequencies"]
+
+
+def rotary_frequencies(rope: RopeParameters, rotary_size: int) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies float32 [R/2], factor on cosines and sines) for ``rope``."""
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, plain, rotary_size)
+    return plain, 1.0
+
+
+def _original_length(rope: RopeParameters) -> int:
+    if rope.original_max_position is None:
+        raise UnsupportedModelError(
+            f"rope_type {rope.rope_type!r} needs 'original_max_position_embeddings' in the model's config.json"
+        )
+    return rope.original_max_position
+
+
+def _llama3(rope: RopeParameters, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended linearly in frequency."""
+    turns = _original_length(rope) * plain / (2 * math.pi)  # full turns within the original context
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * plain / rope.factor + keep * plain
+
+
+def _yarn(rope: RopeParameters, plain: torch.Tensor, rotary_size: int) -> tuple[torch.Tensor, float]:
+    """Dimensions that turn more than ``beta_fast`` times keep their frequency, below ``beta_slow`` are stretched."""
+    original = _original_length(rope)
+
+    def dimension_with(turns: float) -> float:
+        return rotary_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_size - 1)
+    span = high - low if high != low else 0.001
+    stretch = ((torch.arange(rotary_size // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain * (1 - stretch) + plain / rope.factor * stretch, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeParameters) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return float(rope.attention_factor)
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Table of rotations for positions ``[0, max_position)``, looked up once per step and applied per layer."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, head_size: int, max_position: int, rope: RopeParameters, device: torch.device) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.rotary_size = int(head_size * rope.partial_factor)
+        self.max_position = max_position
+        frequencies, scale = rotary_frequencies(rope, self.rotary_size)
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        # Rows hold full-width factors: x * cos + swap_halves(x) * sin, hence the sign on the first half.
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1).to(device), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1).to(device), persistent=False)
+
+    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors float32 [T, 1, R] for int64 [T]; compute once per step and hand to every layer."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+    def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate [T, H, D] in place (queries and keys may share one tensor) and return it."""
+        part = heads if self.rotary_size == self.head_size else heads[..., : self.rotary_size]
+        half = self.rotary_size // 2
+        if part.dtype == torch.float32:
+            swapped = torch.cat((part[..., half:], part[..., :half]), dim=-1)
+            part.mul_(cos).addcmul_(swapped, sin)
+            return heads
+        exact = part.float()
+        swapped = torch.cat((exact[..., half:], exact[..., :half]), dim=-1)
+        part.copy_(exact.mul_(cos).addcmul_(swapped, sin))
+        return heads
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate query [T, H, D] and key [T, K, D] in place for int64 positions [T]; returns both."""
+        cos, sin = self.lookup(positions)
+        return self.rotate_(query, cos, sin), self.rotate_(key, cos, sin)

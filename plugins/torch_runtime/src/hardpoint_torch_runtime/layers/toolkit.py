@@ -1,0 +1,179 @@
+"""The one object a model factory builds its layers with (``ModelContext.layers``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionLayerParams
+from hardpoint.interfaces.kv_cache import FullAttentionSpec, KVCacheSpec
+from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.layers.activation import SiluAndMul
+from hardpoint_torch_runtime.layers.attention import AttentionLayer
+from hardpoint_torch_runtime.layers.embedding import LMHead, VocabEmbedding
+from hardpoint_torch_runtime.layers.linear import (
+    ColumnParallelLinear,
+    LinearFactory,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from hardpoint_torch_runtime.layers.linear_method import UnquantizedLinearMethod
+from hardpoint_torch_runtime.layers.norm import RMSNorm
+from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
+from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
+from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
+
+__all__ = ["LayerToolkit"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerToolkit:
+    """Creates layers for one worker: right dtype, device, rank share, linear methods and attention backend.
+
+    Sizes passed in are those of the whole model; layers take this rank's share. ``name`` is the layer's dotted path in
+    the model; it selects the quantization method and keys the forward context.
+    """
+
+    config: WorkerConfig
+    device: torch.device
+    dtype: torch.dtype
+    attention_backend: AttentionBackend
+    quantization: QuantizationMethod | None
+    parallel: TensorParallel
+    attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
+    """Every attention layer created, by name, in model order."""
+
+    _rotary: dict[tuple[int, int, RopeParameters], RotaryEmbedding] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        config: WorkerConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention_backend: AttentionBackend,
+        quantization: QuantizationMethod | None = None,
+        communicator: Communicator | None = None,
+    ) -> LayerToolkit:
+        """Raises ``ConfigError`` when ``config.parallel`` asks for tensor parallelism without a ``communicator``."""
+        parallel = TensorParallel.from_slice(config.parallel, communicator)
+        return cls(config, device, dtype, attention_backend, quantization, parallel)
+
+    # Linear layers.
+
+    def linear_method(self, name: str, shape: LinearShape) -> LinearMethod:
+        """The quantization's method for this layer, or the plain one."""
+        chosen = self.quantization.linear_method(name, shape) if self.quantization is not None else None
+        return chosen if chosen is not None else UnquantizedLinearMethod(self.dtype, self.device)
+
+    @property
+    def linear_factory(self) -> LinearFactory:
+        return LinearFactory(self.linear_method, self.parallel, self.dtype, self.device)
+
+    def column_linear(
+        self, name: str, input_size: int, output_size: int, *, bias: bool = False, gather_output: bool = False
+    ) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            name, self.linear_factory, input_size, output_size, bias=bias, gather_output=gather_output
+        )
+
+    def row_linear(
+        self, name: str, input_size: int, output_size: int, *, bias: bool = False, reduce: bool = True
+    ) -> RowParallelLinear:
+        return RowParallelLinear(name, self.linear_factory, input_size, output_size, bias=bias, reduce=reduce)
+
+    def merged_column_linear(
+        self, name: str, input_size: int, parts: Mapping[str, int], *, bias: bool = False
+    ) -> MergedColumnParallelLinear:
+        """``parts`` maps shard names (``gate``, ``up``) to sizes, in output order."""
+        return MergedColumnParallelLinear(name, self.linear_factory, input_size, parts, bias=bias)
+
+    def qkv_linear(
+        self, name: str, input_size: int, *, num_heads: int, num_kv_heads: int, head_size: int, bias: bool = False
+    ) -> QKVParallelLinear:
+        return QKVParallelLinear(
+            name,
+            self.linear_factory,
+            input_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            bias=bias,
+        )
+
+    # Vocabulary.
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> VocabEmbedding:
+        return VocabEmbedding(name, vocab_size, hidden_size, self.parallel, self.dtype, self.device)
+
+    def lm_head(
+        self, name: str, vocab_size: int, hidden_size: int, *, tied_to: VocabEmbedding | None = None, bias: bool = False
+    ) -> LMHead:
+        return LMHead(name, self.linear_factory, vocab_size, hidden_size, tied_to, bias=bias)
+
+    # Everything else.
+
+    def rms_norm(self, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(size, eps, self.dtype, self.device)
+
+    def silu_and_mul(self) -> SiluAndMul:
+        return SiluAndMul()
+
+    def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
+        """A table long enough for ``max_model_len``; equal requests share one."""
+        key = (head_size, self.config.max_model_len, rope)
+        if key not in self._rotary:
+            self._rotary[key] = RotaryEmbedding(*key, self.device)
+        return self._rotary[key]
+
+    def attention(
+        self,
+        name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | None = None,
+        kind: AttentionKind = AttentionKind.DECODER,
+    ) -> AttentionLayer:
+        """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them)."""
+        if name in self.attention_layers:
+            raise ValueError(f"attention layer {name!r} exists already; layer names must be unique in a model")
+        params = AttentionLayerParams(
+            layer_name=name,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=scale,
+            kind=kind,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+        )
+        layer = AttentionLayer(params, self.attention_backend, self._kv_spec(params))
+        self.attention_layers[name] = layer
+        return layer
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """What the layers created so far keep in the KV cache, by layer name in model order."""
+        return {name: layer.spec for name, layer in self.attention_layers.items() if layer.spec is not None}
+
+    def _kv_spec(self, params: AttentionLayerParams) -> KVCacheSpec | None:
+        if params.kind is not AttentionKind.DECODER:
+            return None
+        stored = self.config.kv_cache_dtype
+        return FullAttentionSpec(
+            block_size=self.config.block_size,
+            num_kv_heads=params.num_kv_heads,
+            head_size=params.head_size,
+            dtype=str(self.dtype).removeprefix("torch.") if stored == "auto" else stored,
+            sliding_window=params.sliding_window,
+        )

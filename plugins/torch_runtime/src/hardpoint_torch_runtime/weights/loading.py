@@ -1,0 +1,161 @@
+"""Streams stored tensors into a model's parameters: one at a time, one copy each."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hardpoint.errors import ModelFormatError
+from hardpoint.interfaces.model import Model
+from hardpoint.interfaces.model_source import ModelInfo, WeightLoader, WeightTensor
+from hardpoint_torch_runtime.layers.linear import ParallelLinear
+from hardpoint_torch_runtime.layers.linear_method import PackedLinearMethod
+from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
+from hardpoint_torch_runtime.weights.report import PartialModel, Problems, WeightReport
+from hardpoint_torch_runtime.weights.rules import RuleBook, WeightPlan
+
+__all__ = ["as_torch", "load_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter with the module that owns it and its name there."""
+
+    module: torch.nn.Module
+    name: str
+    parameter: torch.Tensor
+
+    def place(self, shard: str | None) -> Placement:
+        if isinstance(self.module, ShardedModule):
+            return self.module.place(self.name, shard)
+        if shard is not None:
+            raise KeyError(f"{type(self.module).__name__} takes no part {shard!r}")
+        return Placement.whole(tuple(self.parameter.shape))
+
+
+@dataclass(slots=True)
+class _Progress:
+    num_tensors: int = 0
+    num_bytes: int = 0
+    ignored: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    ill_shaped: list[str] = field(default_factory=list)
+
+
+def load_weights(
+    model: Model, loader: WeightLoader, info: ModelInfo, *, show_progress: bool, rank: int = 0
+) -> WeightReport:
+    """Fill every parameter of ``model`` (a torch module) from ``loader`` by ``model.weight_rules()``.
+
+    Values are converted to the parameters' dtype. Afterwards each linear's method repacks what it wants to. Raises
+    one ``ModelFormatError`` naming the artifact and all missing, unexpected and ill-shaped tensors.
+    """
+    started = time.perf_counter()
+    slots = _slots(model)
+    plan = WeightPlan(RuleBook(model.weight_rules()), slots)
+    progress = _Progress()
+    with torch.no_grad(), _bar(loader, info, show_progress and rank == 0) as bar:
+        for tensor in loader.tensors(info):
+            _take(tensor, model, slots, plan, progress)
+            bar.update(tensor.data.nbytes)
+    Problems(plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule).raise_if_any(info.artifact)
+    for module in _module(model).modules():
+        if isinstance(module, ParallelLinear):
+            module.method.process_after_loading(module)
+    seconds = time.perf_counter() - started
+    return WeightReport(progress.num_tensors, progress.num_bytes, seconds, tuple(progress.ignored))
+
+
+def _module(model: Model) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{type(model).__name__} is no torch.nn.Module; a model on the torch worker must be one")
+    return model
+
+
+def _slots(model: Model) -> dict[str, _Slot]:
+    slots = {}
+    for prefix, module in _module(model).named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            slots[f"{prefix}.{name}" if prefix else name] = _Slot(module, name, parameter)
+    return slots
+
+
+@contextmanager
+def _bar(loader: WeightLoader, info: ModelInfo, shown: bool) -> Iterator[tqdm]:
+    total = loader.num_bytes(info) if shown else None
+    label = f"Loading weights of {info.artifact.name}"
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not shown, dynamic_ncols=True) as bar:
+        yield bar
+
+
+def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: WeightPlan, progress: _Progress) -> None:
+    destination = plan.book.destination(tensor.name)
+    if destination is None:
+        progress.unexpected.append(tensor.name)
+        return
+    if destination.parameter is None or _is_elsewhere(model, destination.parameter):
+        progress.ignored.append(tensor.name)
+        return
+    slot = slots.get(destination.parameter)
+    if slot is None:
+        known = progress.ignored if destination.is_optional else progress.unexpected
+        known.append(tensor.name)
+        return
+    plan.arrived(tensor.name)
+    try:
+        placement = slot.place(destination.shard)
+    except KeyError as error:
+        raise ModelFormatError(f"weight rule for {tensor.name!r}: {error.args[0]}") from None
+    if tuple(tensor.shape) != placement.stored_shape:
+        progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected {list(placement.stored_shape)})")
+        return
+    _copy(tensor, slot, placement)
+    progress.num_tensors += 1
+    progress.num_bytes += tensor.data.nbytes
+
+
+def _is_elsewhere(model: Model, parameter: str) -> bool:
+    return isinstance(model, PartialModel) and not model.holds(parameter)
+
+
+def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> None:
+    method = slot.module.method if isinstance(slot.module, ParallelLinear) else None
+    if tensor.dequantize is not None and isinstance(method, PackedLinearMethod):
+        method.load_packed(slot.module, slot.name, placement, tensor)
+        return
+    source = placement.source(as_torch(tensor))
+    placement.target(slot.parameter).copy_(source)
+
+
+def as_torch(tensor: WeightTensor) -> torch.Tensor:
+    """The stored values as a torch tensor of ``tensor.shape``, sharing memory unless they must be dequantized.
+
+    The result of a read-only mapping must not be written to.
+    """
+    if tensor.dequantize is not None:
+        return _shared(tensor.dequantize()).reshape(tensor.shape)
+    values = _shared(tensor.data)
+    target: Any = getattr(torch, tensor.dtype, None)
+    if not isinstance(target, torch.dtype):
+        raise ModelFormatError(
+            f"tensor {tensor.name!r} is stored as {tensor.dtype!r}, which is no dense format; its loader must supply a "
+            "way to dequantize it, or a quantization method must take it packed"
+        )
+    return (values if values.dtype == target else values.view(target)).reshape(tensor.shape)
+
+
+def _shared(array: np.ndarray) -> torch.Tensor:
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        # Weights are only ever read from here; torch cannot express that and warns about mapped files.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)

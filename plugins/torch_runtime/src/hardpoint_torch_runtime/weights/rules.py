@@ -1,0 +1,109 @@
+"""Declared name mapping, applied in both directions: stored name to parameter, parameter to the names it expects.
+
+Patterns are dotted names in which ``*`` stands for exactly one segment; a target's ``*`` take the pattern's matches in
+order. A rule may thus map whole modules (``...q_proj.*`` to ``...qkv_proj.*``), including parameters that only a
+quantization method creates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hardpoint.interfaces.model import WeightRule
+
+__all__ = ["Destination", "Expected", "RuleBook", "WeightPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """``parameter`` None: the tensor is ignored on purpose. ``is_optional``: and so it does not matter if absent."""
+
+    parameter: str | None
+    shard: str | None
+    is_optional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A stored tensor that a parameter waits for."""
+
+    stored_name: str
+    shard: str | None
+    is_optional: bool
+
+
+class _CompiledRule:
+    def __init__(self, rule: WeightRule) -> None:
+        if rule.target is not None and rule.target.count("*") != rule.pattern.count("*"):
+            raise ValueError(
+                f"weight rule {rule.pattern!r} -> {rule.target!r}: pattern and target must have equally many '*'"
+            )
+        self.rule = rule
+        self._stored = _matcher(rule.pattern)
+        self._target = None if rule.target is None else _matcher(rule.target)
+
+    def destination(self, stored_name: str) -> Destination | None:
+        match = self._stored.fullmatch(stored_name)
+        if match is None:
+            return None
+        target = None if self.rule.target is None else _fill(self.rule.target, match.groups())
+        return Destination(target, self.rule.shard, self.rule.optional or target is None)
+
+    def expected(self, parameter: str) -> Expected | None:
+        match = None if self._target is None else self._target.fullmatch(parameter)
+        if match is None:
+            return None
+        return Expected(_fill(self.rule.pattern, match.groups()), self.rule.shard, self.rule.optional)
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"([^.]+)".join(re.escape(piece) for piece in pattern.split("*")))
+
+
+def _fill(pattern: str, values: Sequence[str]) -> str:
+    pieces = pattern.split("*")
+    return pieces[0] + "".join(value + piece for value, piece in zip(values, pieces[1:], strict=True))
+
+
+class RuleBook:
+    """A model's rules. For a stored name the first matching rule counts."""
+
+    def __init__(self, rules: Iterable[WeightRule]) -> None:
+        self._rules = [_CompiledRule(rule) for rule in rules]
+
+    def destination(self, stored_name: str) -> Destination | None:
+        """Where ``stored_name`` goes; None if no rule knows it."""
+        for rule in self._rules:
+            found = rule.destination(stored_name)
+            if found is not None:
+                return found
+        return None
+
+    def expected(self, parameter: str) -> tuple[Expected, ...]:
+        """The stored tensors that together fill ``parameter``."""
+        found = (rule.expected(parameter) for rule in self._rules)
+        return tuple(expected for expected in found if expected is not None)
+
+
+class WeightPlan:
+    """What is still to come for a given set of parameters."""
+
+    def __init__(self, book: RuleBook, parameters: Iterable[str]) -> None:
+        self.book = book
+        self.without_rule: list[str] = []
+        self._awaited: dict[str, bool] = {}
+        for parameter in parameters:
+            expected = book.expected(parameter)
+            if not expected:
+                self.without_rule.append(parameter)
+            for one in expected:
+                self._awaited[one.stored_name] = one.is_optional
+
+    def arrived(self, stored_name: str) -> None:
+        self._awaited.pop(stored_name, None)
+
+    def missing(self) -> tuple[str, ...]:
+        """Required stored tensors that have not arrived, in model order."""
+        return tuple(name for name, is_optional in self._awaited.items() if not is_optional)
