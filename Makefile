@@ -51,7 +51,7 @@ $(STAMP):
 	@echo "[setup] done"
 
 demo: $(STAMP)
-	@$(BIN)/python -m hardpoint.cli generate smollm2 --chat-template --stream --max-tokens 64 \
+	@$(BIN)/python -m hardpoint.cli generate smollm2 --chat-template --stream --max-tokens 96 --temperature 0 \
 	    --prompt "Explain in two sentences why aircraft wings generate lift." \
 	    --prompt "Write a haiku about rivets." \
 	    --prompt "What is the capital of France, and what is it known for?"

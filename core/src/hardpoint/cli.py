@@ -6,14 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 __all__ = ["main"]
 
 _COMMANDS = {
     "serve": "serve a model over HTTP",
-    "generate": "complete prompts and print the result",
-    "chat": "talk to a model in the terminal",
     "plugins": "list and explain installed plugins",
 }
 
@@ -59,24 +56,11 @@ def _run(command: str, rest: list[str]) -> int:
         return _run_plugins(rest)
     if command in _COMMANDS:
         parser = argparse.ArgumentParser(prog=f"hardpoint {command}", description=_COMMANDS[command])
-        module = _command_module(command)
-        module.add_arguments(parser)
-        return int(module.run(parser.parse_args(rest)))
-    return _run_plugin_command(command, rest)
-
-
-def _command_module(command: str) -> Any:
-    if command == "serve":
         from hardpoint.commands import serve
 
-        return serve
-    if command == "generate":
-        from hardpoint.commands import generate
-
-        return generate
-    from hardpoint.commands import chat
-
-    return chat
+        serve.add_arguments(parser)
+        return int(serve.run(parser.parse_args(rest)))
+    return _run_plugin_command(command, rest)
 
 
 def _run_plugins(rest: list[str]) -> int:
@@ -88,11 +72,12 @@ def _run_plugins(rest: list[str]) -> int:
     return int(parsed.run(parsed))
 
 
-def _plugin_commands() -> tuple[str, ...]:
-    """Names of further commands, from metadata alone."""
+def _plugin_commands() -> dict[str, str]:
+    """Further commands and their distributions, from metadata alone."""
     from hardpoint.plugins import discover
 
-    return tuple(sorted({plugin.name for plugin in discover().plugins if plugin.kind == "cli_command"}))
+    found = [plugin for plugin in discover().plugins if plugin.kind == "cli_command"]
+    return {plugin.name: plugin.distribution for plugin in sorted(found, key=lambda plugin: plugin.name)}
 
 
 def _run_plugin_command(name: str, rest: list[str]) -> int:
@@ -116,7 +101,7 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
 def _overview() -> str:
     lines = ["usage: hardpoint COMMAND [options]", "", "A plugin-first inference platform.", "", "commands:"]
     lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    lines += [f"  {name:<10} from an installed plugin" for name in _plugin_commands()]
+    lines += [f"  {name:<10} (from {distribution})" for name, distribution in _plugin_commands().items()]
     lines += ["", "options:", "  -h, --help     show this help", "  -V, --version  show the version"]
     lines += ["", "`hardpoint COMMAND --help` shows a command's options."]
     return "\n".join(lines)

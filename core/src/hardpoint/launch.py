@@ -138,7 +138,7 @@ def prepare(
             max_num_seqs=limits.max_num_seqs,
         ),
         num_blocks=engine.cache.num_kv_blocks,
-        chat_template=_read_template(engine.model.chat_template),
+        chat_template=_read_template(engine.model.chat_template_file),
         runtime_dir=runtime_dir,
         log_level=config.log_level,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hardpoint.config.arguments import add_arguments, load_config
 from hardpoint.config.models import (
     AppConfig,
     CacheConfig,
@@ -22,4 +23,6 @@ __all__ = [
     "PluginPolicy",
     "SchedulerConfig",
     "ServerConfig",
+    "add_arguments",
+    "load_config",
 ]

@@ -40,8 +40,8 @@ class ModelConfig(_Section):
     loader: str | None = Field(
         default=None, description="weight loader (plugin name) instead of the one that fits the files"
     )
-    chat_template: str | None = Field(
-        default=None, description="file with a Jinja chat template instead of the model's own"
+    chat_template_file: str | None = Field(
+        default=None, description="Jinja chat template to use instead of the model's own"
     )
 
 

@@ -1,0 +1,1 @@
+"""Commands that run a model in this process and print to the terminal."""
