@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hardpoint.interfaces.attention import (
     AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder,
-    AttentionNeed, BlockSizeRule, CommonAttentionMetadata, GraphSupport, KVWriteMode,
+    AttentionNeed, BlockSizeRule, CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
 )
 from hardpoint.interfaces.cli_command import CliCommand
 from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
@@ -63,7 +63,7 @@ __all__ = [
     "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed",
     "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher", "BlockSizeRule", "BlockUpdate",
     "BoolArray", "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput", "DecodeStream",
-    "Deferred", "DeviceDescription", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput",
+    "Deferred", "DeviceDescription", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput",
     "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
     "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphSupport",
     "HashContext", "HashFunction", "IOProcessor", "Int32Array", "KVCacheConfig", "KVCacheGroup",

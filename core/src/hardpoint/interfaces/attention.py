@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.platform import DeviceDescription
@@ -77,7 +77,8 @@ class BlockSizeRule:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayerParams:
-    """One layer's fixed properties. ``scale`` multiplies query-key products; ``sinks`` float32 [H] or None."""
+    """One layer's fixed properties. ``scale`` multiplies query-key products. ``sinks`` (float32 [H]) is an extra logit
+    per head that takes part in the softmax and has no value; it is read at every call, so it may be loaded later."""
 
     layer_name: str
     num_heads: int
@@ -88,6 +89,7 @@ class AttentionLayerParams:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: Sequence[float] | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -129,6 +131,14 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> Any:
         """Metadata for this backend's ``forward``. No host-device synchronization. ``fast``: skip costly planning."""
+
+
+@runtime_checkable
+class DraftUpdatable(Protocol):
+    """A metadata builder that can move its metadata on by one draft token instead of building it again."""
+
+    def update_for_draft(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
+        """``metadata`` of the previous draft step, now for ``common``; no host-device synchronization."""
 
 
 class AttentionImpl(ABC):

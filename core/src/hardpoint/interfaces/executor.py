@@ -61,6 +61,10 @@ class Executor(ABC):
     @abstractmethod
     def world_size(self) -> int: ...
 
+    def load_reports(self) -> Sequence[Any]:
+        """A ``LoadReport`` of each worker process, in rank order; empty when workers live in this process."""
+        return ()
+
     def kv_cache_specs(self) -> list[LayerSpec]:
         """Specs of all ranks, deduplicated by layer name."""
         seen: dict[str, LayerSpec] = {}

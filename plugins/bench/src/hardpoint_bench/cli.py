@@ -1,0 +1,68 @@
+"""``hardpoint bench``: the standard workloads on one model, offline, as a table or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+
+from hardpoint import LLM
+from hardpoint.config import add_arguments, load_config
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
+from hardpoint_bench.measure import Figure, figures, run_workload
+from hardpoint_bench.workloads import WORKLOADS, Workload
+
+__all__ = ["BenchCommand", "create"]
+
+
+class BenchCommand(CliCommand):
+    help = "Measure a model with the standard workloads."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_arguments(parser, with_server=False)
+        group = parser.add_argument_group("benchmark")
+        known = "; ".join(f"{workload.name}: {workload.description}" for workload in WORKLOADS.values())
+        group.add_argument("--workload", action="append", choices=list(WORKLOADS), help=f"repeatable. {known}")
+        group.add_argument("--repeats", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
+        group.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.repeats < 1:
+            raise ConfigError(f"--repeats {arguments.repeats} must be at least 1")
+        if arguments.model is None:
+            arguments.model = "smollm2"
+        chosen = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
+        started = time.perf_counter()
+        with LLM.from_config(load_config(arguments, os.environ)) as llm:
+            loaded = time.perf_counter() - started
+            results = {workload.name: self._measure(llm, workload, arguments.repeats) for workload in chosen}
+        if arguments.json:
+            document = {name: {key: asdict(value) for key, value in row.items()} for name, row in results.items()}
+            print(json.dumps({"model": arguments.model, "load_s": loaded, "workloads": document}))
+        else:
+            print(f"{arguments.model}, loaded in {loaded:.1f} s; median [min-max] of {arguments.repeats}")
+            for name, row in results.items():
+                print(f"{name:<8} " + "  ".join(f"{key} {_show(value)}" for key, value in row.items()))
+        return 0
+
+    def _measure(self, llm: LLM, workload: Workload, repeats: int) -> dict[str, Figure]:
+        """One unmeasured run, then the measured ones, each with ids nobody has seen."""
+        runs = []
+        for repeat in range(repeats + 1):
+            print(f"{workload.name}: run {repeat} of {repeats}", file=sys.stderr)
+            runs.append(run_workload(llm, workload, seed=repeat))
+        return figures(runs[1:])
+
+
+def _show(figure: Figure) -> str:
+    return f"{figure.median:.3g} [{figure.low:.3g}-{figure.high:.3g}]"
+
+
+@plugin("cli_command")
+def create(ctx: PluginContext, options: NoOptions) -> BenchCommand:
+    del ctx, options
+    return BenchCommand()
