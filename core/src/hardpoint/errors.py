@@ -6,6 +6,8 @@ may carry text that reaches an HTTP client verbatim, so it never contains addres
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class HardpointError(Exception):
     """Base of every error raised on purpose."""
@@ -77,12 +79,25 @@ class EngineNotReadyError(HardpointError):
 
 
 class WorkerError(HardpointError):
-    """A worker call failed. ``rank`` is the worker's global rank, ``remote_traceback`` the original text."""
+    """A worker call failed. ``rank`` is the worker's global rank, ``remote_traceback`` the original text.
 
-    def __init__(self, message: str, *, rank: int, remote_traceback: str = "") -> None:
+    ``kind`` is the original exception's class name; ``results`` holds what the other ranks answered, by rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        remote_traceback: str = "",
+        kind: str = "",
+        results: Mapping[int, object] | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+        self.kind = kind
+        self.results = dict(results or {})
 
 
 class OutOfBlocksError(HardpointError):

@@ -23,12 +23,13 @@ import msgspec
 
 from hardpoint.errors import ConfigError
 from hardpoint.logging import configure_logging, get_logger
+from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
 
 if TYPE_CHECKING:
     from hardpoint.plugins import PluginRuntime
 
-__all__ = ["ChildProcess", "boot", "describe_exit", "spawn", "stop_all"]
+__all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "stop_all"]
 
 _logger = get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -201,6 +202,13 @@ def boot(
     return runtime
 
 
+def announce_stop(runtime: PluginRuntime) -> None:
+    """Last act of an orderly end: tell this process's hooks."""
+    from hardpoint.plugins import HookRunner
+
+    HookRunner.from_runtime(runtime).call("process_stopping")
+
+
 def _interpreter_flags() -> list[str]:
     flags = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
     flags += [f"-W{option}" for option in sys.warnoptions]
@@ -213,6 +221,7 @@ def _interpreter_flags() -> list[str]:
 def _child_main(payload_fd: int, alive_fd: int) -> int:
     """What ``python -m hardpoint.process`` does: bind to the parent's life, then run the entry."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(alive_fd, False)
     launch = msgspec.msgpack.decode(_read_payload(payload_fd), type=_Launch)
     sys.path[:] = launch.search_path
     if launch.parent_pid is not None:

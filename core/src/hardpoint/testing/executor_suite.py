@@ -1,0 +1,317 @@
+"""Conformance of the plugin kind ``executor``: derive from :class:`ExecutorSuite` and say how to create yours."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from hardpoint.engine.pipeline import StepPipeline
+from hardpoint.errors import ConfigError, EngineDeadError, WorkerError
+from hardpoint.interfaces import (
+    BlockUpdate,
+    Deferred,
+    EngineRequest,
+    Executor,
+    ExecutorContext,
+    KVCacheConfig,
+    KVCacheGroup,
+    ModelArtifact,
+    ModelInfo,
+    ParallelSlice,
+    RunnerOutput,
+    SamplingParams,
+    SchedulerLimits,
+    SchedulerOutput,
+    ThreadPlan,
+    WorkerConfig,
+)
+from hardpoint.plugins import PluginPlan, PluginRuntime, PluginSelection, build_plan, discover
+from hardpoint.roles import ProcessRole
+from hardpoint.testing.fake_executor import FakeExecutor
+from hardpoint.testing.fake_scheduler import FakeScheduler
+from hardpoint.testing.fake_worker import FakeWorker
+from hardpoint.testing.faulty_worker import FAULTS, Fault
+
+__all__ = ["ExecutorSuite", "executor_context", "install_fake_worker", "worker_config"]
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+WORKER = "faulty"
+
+
+def install_fake_worker(folder: Path, *, version: str = "1.0", entry: str = "hardpoint.testing.faulty_worker") -> None:
+    """Make ``folder`` a place of installed packages with one distribution: the worker plugin ``faulty``."""
+    metadata = folder / "hardpoint_faulty_worker.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hardpoint-faulty-worker\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text(f"[hardpoint.worker.v1]\n{WORKER} = {entry}:create\n")
+    importlib.invalidate_caches()
+
+
+def worker_config(world_size: int = 1, *faults: Fault, deferred: bool = False) -> WorkerConfig:
+    """A configuration the fake worker understands; the model in it does not exist."""
+    artifact = ModelArtifact(name="fake", root="/nonexistent", files=(), source="test")
+    return WorkerConfig(
+        model=ModelInfo(
+            artifact=artifact,
+            architecture="Fake",
+            config={},
+            max_position=64,
+            vocab_size=97,
+            dtype="float32",
+            loader="fake",
+        ),
+        dtype="float32",
+        kv_cache_dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        threads=ThreadPlan(compute_threads=1),
+        parallel=ParallelSlice(world_size=world_size, tensor_parallel_size=world_size),
+        extensions={FAULTS: msgspec.to_builtins(list(faults)), "deferred": deferred},
+    )
+
+
+def executor_context(folder: Path, config: WorkerConfig) -> ExecutorContext:
+    """The context of an engine process whose only plugin is the fake worker installed in ``folder``.
+
+    ``folder`` must be on ``sys.path``, from where child processes take it.
+    """
+    install_fake_worker(folder)
+    found = discover([str(folder)])
+    plan: PluginPlan = build_plan(found, PluginSelection())
+    runtime_dir = folder / "run"
+    runtime_dir.mkdir(mode=0o700, exist_ok=True)
+    roles = frozenset({ProcessRole.ENGINE, ProcessRole.WORKER})
+    return ExecutorContext(
+        name="under-test",
+        api_version=1,
+        roles=roles,
+        plugins=PluginRuntime(plan, roles, installed=found),
+        worker=WORKER,
+        config=config,
+        plan=plan.to_bytes(),
+        runtime_dir=str(runtime_dir),
+    )
+
+
+class ExecutorSuite(ABC):
+    """The contract of :class:`~hardpoint.interfaces.Executor`, over real worker plugins that can fail on demand.
+
+    ``world_sizes`` are those the executor supports; ``interruptible`` says whether a hanging worker can be timed out.
+    """
+
+    world_sizes: ClassVar[tuple[int, ...]] = (1,)
+    interruptible: ClassVar[bool] = False
+
+    @abstractmethod
+    def create_executor(self, ctx: ExecutorContext) -> Executor:
+        """The executor under test, as its factory makes it."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return tmp_path
+
+    @pytest.fixture
+    def start(self, folder: Path) -> Iterator[Callable[..., Executor]]:
+        """``start(world_size, *faults, deferred=False)``; every executor is shut down afterwards."""
+        started: list[Executor] = []
+
+        def create(world_size: int, *faults: Fault, deferred: bool = False) -> Executor:
+            ctx = executor_context(folder, worker_config(world_size, *faults, deferred=deferred))
+            started.append(self.create_executor(ctx))
+            return started[-1]
+
+        yield create
+        for executor in started:
+            executor.shutdown(5.0)
+
+    @pytest.mark.parametrize("deferred", [False, True])
+    def test_a_workload_equals_the_in_process_oracle(self, start: Callable[..., Executor], deferred: bool) -> None:
+        """I4.7: every executor gives the same results for one workload; R4.10 when sampling is deferred."""
+        wanted = run_workload(FakeExecutor(FakeWorker(block_size=BLOCK_SIZE)))
+        for world_size in self.world_sizes:
+            assert run_workload(start(world_size, deferred=deferred)) == wanted
+
+    def test_collective_calls_answer_in_rank_order(self, start: Callable[..., Executor]) -> None:
+        """R4.2: one result per worker, or per asked worker."""
+        for world_size in self.world_sizes:
+            executor = start(world_size)
+            assert executor.world_size == world_size
+            base = FakeWorker().kv_cache_budget()
+            assert executor.collective_rpc("kv_cache_budget") == [base + rank for rank in range(world_size)]
+            assert executor.collective_rpc("kv_cache_budget", ranks=[world_size - 1]) == [base + world_size - 1]
+            assert executor.collective_rpc("kv_cache_budget", ranks=[]) == []
+            assert executor.kv_cache_budget() == base
+            assert [layer.layer_name for layer in executor.kv_cache_specs()] == ["layers.0", "layers.1"]
+
+    def test_a_step_returns_one_result_whatever_the_number_of_ranks(self, start: Callable[..., Executor]) -> None:
+        """R4.8, R4.9: the first rank's result; futures complete in the order of submission."""
+        for world_size in self.world_sizes:
+            executor = start(world_size)
+            prepare(executor)
+            finished: list[int] = []
+            futures = [executor.execute(empty_step(step_id)) for step_id in range(20)]
+            for step_id, future in enumerate(futures):
+                future.add_done_callback(partial(note, finished, step_id))
+            results = [future.result(30) for future in futures]
+            assert [result.step_id for result in results] == list(range(20))
+            assert all(isinstance(result, RunnerOutput) for result in results)
+            # Waiters wake before callbacks run, so the last callback may still be on its way.
+            wait_until(partial(finished.__eq__, list(range(20))))
+
+    def test_execute_and_sample_alternate(self, start: Callable[..., Executor]) -> None:
+        """R4.10, I4.6: a second forward while sampling is pending is an error, and so is sampling without one."""
+        for world_size in self.world_sizes:
+            executor = start(world_size, deferred=True)
+            prepare(executor)
+            assert executor.execute(empty_step(0)).result(30) == Deferred(0)
+            with pytest.raises(WorkerError, match="step 0 still waits"):
+                executor.execute(empty_step(1)).result(30)
+            assert executor.sample(0, None).result(30).step_id == 0
+            with pytest.raises(WorkerError, match="no deferred step 0"):
+                executor.sample(0, None).result(30)
+
+    def test_supported_tasks_are_asked_once(self, start: Callable[..., Executor]) -> None:
+        """R4.11, P4.12: constant facts cost one call."""
+        executor = start(self.world_sizes[-1])
+        assert {executor.supported_tasks() for _ in range(50)} == {("generate", "call-1")}
+
+    def test_a_failure_carries_rank_and_traceback_and_keeps_the_other_results(
+        self, start: Callable[..., Executor]
+    ) -> None:
+        """R4.12: rank, original traceback text, and no result of another rank is lost."""
+        for world_size in self.world_sizes:
+            rank = world_size - 1
+            executor = start(world_size, Fault("kv_cache_budget", "raise", (rank,)))
+            with pytest.raises(WorkerError, match=f"rank {rank} fails in kv_cache_budget as told") as caught:
+                executor.collective_rpc("kv_cache_budget")
+            assert caught.value.rank == rank
+            assert caught.value.kind == "ValueError"
+            assert "Traceback" in caught.value.remote_traceback
+            assert "in _raise" in caught.value.remote_traceback
+            assert sorted(caught.value.results) == list(range(rank))
+            assert executor.collective_rpc("supported_tasks", ranks=[rank])
+
+    def test_a_failed_step_fails_its_future_only(self, start: Callable[..., Executor]) -> None:
+        """R4.12: the exception arrives at the step's own future; the executor goes on."""
+        for world_size in self.world_sizes:
+            executor = start(world_size)
+            prepare(executor)
+            assert executor.execute(empty_step(5)).result(30).step_id == 5
+            with pytest.raises(WorkerError, match="step ids must increase"):
+                executor.execute(empty_step(5)).result(30)
+            assert executor.execute(empty_step(6)).result(30).step_id == 6
+
+    def test_only_registered_methods_can_be_called(self, start: Callable[..., Executor]) -> None:
+        """Refused before anything is sent, with the list of what is allowed."""
+        executor = start(self.world_sizes[-1])
+        for method in ("__init__", "__class__", "_run", "calls", "no_such_method", ""):
+            with pytest.raises(ConfigError, match="allowed: check_health"):
+                executor.collective_rpc(method)
+        with pytest.raises(ConfigError, match="takes 0 arguments, got 1"):
+            executor.collective_rpc("warm_up", 1)
+        with pytest.raises(ConfigError, match="do not exist"):
+            executor.collective_rpc("warm_up", ranks=[self.world_sizes[-1]])
+
+    def test_shutdown_is_idempotent_and_ends_everything(self, start: Callable[..., Executor]) -> None:
+        executor = start(self.world_sizes[-1])
+        executor.shutdown()
+        executor.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            executor.collective_rpc("check_health")
+        with pytest.raises(EngineDeadError, match="shut down"):
+            executor.execute(empty_step(0)).result(5)
+
+    def test_a_factory_that_fails_is_reported_as_such(self, start: Callable[..., Executor]) -> None:
+        with pytest.raises(Exception, match="fails in create as told"):
+            start(self.world_sizes[-1], Fault("create", "raise"))
+
+    def test_a_hanging_worker_is_timed_out(self, start: Callable[..., Executor]) -> None:
+        if not self.interruptible:
+            pytest.skip("calls of this executor cannot be interrupted")
+        rank = self.world_sizes[-1] - 1
+        executor = start(self.world_sizes[-1], Fault("warm_up", "hang", (rank,)))
+        with pytest.raises(WorkerError, match=rf"longer than 0.3 s on worker ranks \[{rank}\]") as caught:
+            executor.collective_rpc("warm_up", timeout_s=0.3)
+        assert caught.value.rank == rank
+        with limit(8.0):
+            executor.shutdown(1.0)
+
+
+def prepare(executor: Executor) -> None:
+    """Bring the workers to the point where steps may come."""
+    layers = executor.kv_cache_specs()
+    group = KVCacheGroup(tuple(layer.layer_name for layer in layers), layers[0].spec)
+    executor.initialize_kv_cache(KVCacheConfig(num_blocks=NUM_BLOCKS, groups=(group,), tensors=()))
+
+
+def run_workload(executor: Executor) -> dict[str, list[int]]:
+    """Tokens of a fixed set of requests, by request."""
+    prepare(executor)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+    scheduler = FakeScheduler(limits, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for i in range(9):
+        prompt = np.arange(3, 8 + 3 * i, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=1 + i % 5, temperature=0.0)
+        scheduler.add(EngineRequest(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
+    pipeline = StepPipeline(scheduler, executor)
+    tokens: dict[str, list[int]] = {}
+    while pipeline.has_work():
+        for output in pipeline.advance():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def empty_step(step_id: int) -> SchedulerOutput:
+    """A step without rows."""
+    none: Any = np.zeros(0, dtype=np.int32)
+    return SchedulerOutput(
+        step_id=step_id,
+        slots=none,
+        generations=none,
+        num_computed_tokens=none,
+        num_scheduled_tokens=none,
+        samples=np.zeros(0, dtype=np.bool_),
+        new_rows=(),
+        new_blocks=(BlockUpdate(none, none),),
+        finished_slots=none,
+        preempted_slots=none,
+        blocks_to_zero=none,
+        num_common_prefix_blocks=(),
+        num_tokens=0,
+    )
+
+
+def note(numbers: list[int], number: int, done: Future[Any]) -> None:
+    """Record that the future of step ``number`` is complete."""
+    numbers.append(number)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Poll until ``condition()`` holds; raises ``AssertionError`` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        time.sleep(0.01)
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Assert that the block takes less time than that."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds

@@ -1,0 +1,28 @@
+"""Builds the worker plugin in the current process; the same for an in-process worker and a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint.interfaces import PluginAccess, Worker, WorkerConfig, WorkerContext
+
+__all__ = ["build_worker"]
+
+
+def build_worker(plugins: PluginAccess, name: str, config: WorkerConfig, attributes: Mapping[str, Any]) -> Worker:
+    """Raises the plugin errors of ``hardpoint.errors``, also when the factory returns something else."""
+    base = plugins.context("worker", name)
+    context = WorkerContext(
+        name=base.name,
+        api_version=base.api_version,
+        roles=base.roles,
+        rank=config.parallel.rank,
+        platform=base.platform,
+        logger=base.logger,
+        plugins=plugins,
+        config=config,
+        attributes=attributes,
+    )
+    worker: Worker = plugins.create("worker", name, context)
+    return worker

@@ -1,0 +1,39 @@
+"""How failures of workers read for the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint import errors
+from hardpoint.errors import HardpointError, WorkerError
+from hardpoint.ipc import RpcFailure
+
+__all__ = ["start_error", "worker_error"]
+
+
+def worker_error(
+    method: str, failures: Mapping[int, RpcFailure], results: Mapping[int, Any], world: int
+) -> WorkerError:
+    """One error for all failed ranks, under the lowest of them; the others' answers ride along."""
+    rank = min(failures)
+    first = failures[rank]
+    message = f"worker rank {rank} failed in {method}: {first.kind}: {first.message}"
+    if len(failures) > 1:
+        others = "; ".join(f"rank {r}: {f.kind}: {f.message}" for r, f in sorted(failures.items()) if r != rank)
+        message += f" ({len(failures)} of {world} ranks failed; {others})"
+    traceback = "\n".join(f"[rank {r}] {failure.traceback}" for r, failure in sorted(failures.items()))
+    return WorkerError(message, rank=rank, remote_traceback=traceback, kind=first.kind, results=results)
+
+
+def start_error(rank: int, failure: RpcFailure) -> HardpointError:
+    """The error a worker raised while it started; the project's own errors keep their class and message."""
+    known = getattr(errors, failure.kind, None)
+    if isinstance(known, type) and issubclass(known, HardpointError) and known.__init__ is HardpointError.__init__:
+        return known(failure.message)
+    return WorkerError(
+        f"worker rank {rank} failed to start: {failure.kind}: {failure.message}",
+        rank=rank,
+        remote_traceback=failure.traceback,
+        kind=failure.kind,
+    )

@@ -1,0 +1,132 @@
+"""Starts the worker processes of one executor and ends them again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hardpoint.errors import EngineDeadError
+from hardpoint.interfaces import ExecutorContext, WorkerConfig
+from hardpoint.ipc import Decoder, encode
+from hardpoint.process import ChildProcess, LoadReport, describe_exit, spawn
+from hardpoint_executors.channel import Channel, channel_pair
+from hardpoint_executors.context import require
+from hardpoint_executors.errors import start_error
+from hardpoint_executors.messages import StartAnswer, WorkerReady, WorkerStart
+
+__all__ = ["RankProcess", "start_ranks", "stop_ranks"]
+
+_ENTRY = "hardpoint_executors.worker_process:main"
+_logger = logging.getLogger("hardpoint.executors")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One running worker. The channel's reading ends by itself when the process does, however it ends."""
+
+    rank: int
+    process: ChildProcess
+    channel: Channel
+
+    @property
+    def label(self) -> str:
+        return f"worker rank {self.rank} (pid {self.process.pid})"
+
+    def end_of_process(self) -> str:
+        """How the process ended, for messages; waits a moment, since a socket closes before its process is gone."""
+        returncode = self.process.wait(1.0)
+        how = "closed its connection" if returncode is None else f"ended with {describe_exit(returncode)}"
+        return f"{self.label} {how}"
+
+
+def start_ranks(ctx: ExecutorContext, timeout_s: float) -> tuple[list[RankProcess], list[LoadReport]]:
+    """Start every rank at once and wait until all have built their worker.
+
+    Raises what a worker raised while starting, ``EngineDeadError`` for one that died or was not ready after
+    ``timeout_s`` seconds. No process is left behind then.
+    """
+    _, config = require(ctx)
+    ranks: list[RankProcess] = []
+    try:
+        for rank in range(config.parallel.world_size):
+            ranks.append(_start(ctx, rank_config(config, rank, ctx.runtime_dir)))
+        return ranks, _wait_ready(ranks, timeout_s)
+    except BaseException:
+        stop_ranks(ranks, 0.0)
+        for entry in ranks:
+            entry.channel.close()
+        raise
+
+
+def rank_config(config: WorkerConfig, rank: int, runtime_dir: str) -> WorkerConfig:
+    """``config`` as rank ``rank`` sees it. Collectives meet at a private file unless an address is set."""
+    parallel = config.parallel
+    meeting = parallel.init_method
+    if meeting is None and parallel.world_size > 1 and runtime_dir:
+        meeting = f"file://{os.path.join(runtime_dir, 'rendezvous')}"
+    place = msgspec.structs.replace(parallel, rank=rank, local_rank=rank, init_method=meeting)
+    return msgspec.structs.replace(config, parallel=place)
+
+
+def _start(ctx: ExecutorContext, config: WorkerConfig) -> RankProcess:
+    near, far = channel_pair()
+    rank = config.parallel.rank
+    try:
+        start = WorkerStart(
+            plan=ctx.plan,
+            worker=ctx.worker,
+            config=config,
+            attributes=dict(ctx.worker_options),
+            channel_fd=far.fileno(),
+        )
+        process = spawn(_ENTRY, encode(start), name=f"worker-{rank}", pass_fds=(far.fileno(),))
+    except BaseException:
+        near.close()
+        raise
+    finally:
+        far.close()
+    # A grandchild may hold the far end open, so the channel alone does not tell of a death.
+    process.on_exit(lambda returncode: near.end_reading())
+    return RankProcess(rank, process, near)
+
+
+def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> list[LoadReport]:
+    deadline = time.monotonic() + timeout_s
+    decoder = Decoder[StartAnswer](StartAnswer)
+    reports: dict[int, LoadReport] = {}
+    with selectors.DefaultSelector() as selector:
+        for entry in ranks:
+            selector.register(entry.channel, selectors.EVENT_READ, entry)
+        while len(reports) < len(ranks):
+            events = selector.select(max(0.0, deadline - time.monotonic()))
+            if not events:
+                late = ", ".join(entry.label for entry in ranks if entry.rank not in reports)
+                raise EngineDeadError(
+                    f"{late} not ready after {timeout_s:g} s; raise plugins.executor.multiproc.start_timeout_s"
+                )
+            for key, _ in events:
+                entry = key.data
+                frame = entry.channel.receive()
+                if frame is None:
+                    raise EngineDeadError(f"{entry.end_of_process()} while it started")
+                answer = decoder.decode(frame)
+                if not isinstance(answer, WorkerReady):
+                    raise start_error(entry.rank, answer.failure)
+                reports[entry.rank] = answer.report
+                selector.unregister(entry.channel)
+    return [reports[entry.rank] for entry in ranks]
+
+
+def stop_ranks(ranks: Sequence[RankProcess], timeout_s: float) -> None:
+    """Wait up to ``timeout_s`` seconds in total for the processes to end by themselves, then kill the rest."""
+    deadline = time.monotonic() + timeout_s
+    for entry in ranks:
+        if entry.process.wait(max(0.0, deadline - time.monotonic())) is None and timeout_s:
+            _logger.warning("%s did not stop within %g s and is killed", entry.label, timeout_s)
+        entry.process.close()

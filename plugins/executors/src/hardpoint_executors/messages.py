@@ -1,0 +1,35 @@
+"""What a worker process is told at its start, and what it answers once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hardpoint.interfaces import WorkerConfig
+from hardpoint.ipc import RpcFailure
+from hardpoint.process import LoadReport
+
+__all__ = ["StartAnswer", "StartFailure", "WorkerReady", "WorkerStart"]
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """``channel_fd`` is the inherited descriptor of the worker's end of its channel."""
+
+    plan: bytes
+    worker: str
+    config: WorkerConfig
+    attributes: dict[str, Any]
+    channel_fd: int
+    log_level: str | None = None
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    report: LoadReport
+
+
+class StartFailure(msgspec.Struct, frozen=True, tag=True):
+    failure: RpcFailure
+
+
+StartAnswer = WorkerReady | StartFailure

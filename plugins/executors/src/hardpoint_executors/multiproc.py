@@ -1,0 +1,160 @@
+"""The executor ``multiproc``: one process per rank on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat
+
+from hardpoint.errors import ConfigError, WorkerError
+from hardpoint.interfaces import (
+    Deferred,
+    Executor,
+    ExecutorContext,
+    GrammarMask,
+    RunnerOutput,
+    SchedulerOutput,
+    plugin,
+)
+from hardpoint.ipc import CodecError, RpcCodec
+from hardpoint.process import LoadReport
+from hardpoint_executors.group import RankProcess, start_ranks, stop_ranks
+from hardpoint_executors.pending import PendingCalls
+
+__all__ = ["MultiprocExecutor", "MultiprocOptions", "create"]
+
+_OUTPUT_RANK = 0
+_GRACE_AFTER_FAILURE_S = 1.0
+
+
+class MultiprocOptions(BaseModel):
+    """``start_timeout_s``: seconds in which every worker process must have built its worker (weights come later)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start_timeout_s: PositiveFloat = 120.0
+
+
+@plugin("executor", options=MultiprocOptions)
+def create(ctx: ExecutorContext, options: MultiprocOptions) -> MultiprocExecutor:
+    """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
+    ranks, reports = start_ranks(ctx, options.start_timeout_s)
+    return MultiprocExecutor(ranks, reports)
+
+
+class MultiprocExecutor(Executor):
+    """Sends each call to every rank, in order; a reader thread per rank completes the futures."""
+
+    def __init__(self, ranks: Sequence[RankProcess], reports: Sequence[LoadReport]) -> None:
+        self._ranks = tuple(ranks)
+        self._reports = tuple(reports)
+        self._all = frozenset(range(len(ranks)))
+        self._codec = RpcCodec()
+        self._pending = PendingCalls(self._codec, len(ranks))
+        self._is_shut_down = False
+        self._readers = [
+            threading.Thread(target=self._read, args=(entry,), name=f"replies-{entry.rank}", daemon=True)
+            for entry in ranks
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def world_size(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids in rank order."""
+        return tuple(entry.process.pid for entry in self._ranks)
+
+    def load_reports(self) -> Sequence[LoadReport]:
+        return self._reports
+
+    def collective_rpc(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        asked = self._all if ranks is None else frozenset(ranks)
+        if asked - self._all:
+            raise ConfigError(f"ranks {sorted(asked - self._all)} do not exist; allowed: 0 to {self.world_size - 1}")
+        if not asked:
+            self._codec.check(method, args)
+            return []
+        call_id, future = self._send(method, args, to=asked, answering=asked)
+        try:
+            results: list[Any] = future.result(timeout_s)
+        except TimeoutError:
+            silent = sorted(self._pending.withdraw(call_id))
+            if future.done():
+                return list(future.result())
+            raise WorkerError(
+                f"{method} took longer than {timeout_s:g} s on worker ranks {silent}",
+                rank=silent[0],
+                kind="TimeoutError",
+            ) from None
+        return results
+
+    def execute(self, step: SchedulerOutput) -> Future[RunnerOutput | Deferred]:
+        return self._submit("execute", step)
+
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> Future[RunnerOutput]:
+        return self._submit("sample", step_id, grammar)
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        self._pending.on_failure(callback)
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        failed = self._pending.failure_reason is not None
+        frame = self._codec.encode_call(0, "shutdown", (), reply_ranks=())
+        for entry in self._ranks:
+            entry.channel.limit_sending(timeout_s)
+            with contextlib.suppress(OSError):
+                entry.channel.send(frame)
+        stop_ranks(self._ranks, min(timeout_s, _GRACE_AFTER_FAILURE_S) if failed else timeout_s)
+        self._pending.fail("the executor is shut down", tell=False)
+        for reader, entry in zip(self._readers, self._ranks, strict=True):
+            if reader is not threading.current_thread():
+                reader.join()
+            entry.channel.close()
+
+    def _submit(self, method: str, *args: Any) -> Future[Any]:
+        """Every rank works, the output rank answers (R4.8)."""
+        return self._send(method, args, to=self._all, answering=frozenset({_OUTPUT_RANK}), unwrap=True)[1]
+
+    def _send(
+        self, method: str, args: tuple[Any, ...], *, to: frozenset[int], answering: frozenset[int], unwrap: bool = False
+    ) -> tuple[int, Future[Any]]:
+        self._codec.check(method, args)
+        call_id, future = self._pending.open(method, answering, unwrap=unwrap)
+        if future.done():
+            return call_id, future
+        try:
+            frame = self._codec.encode_call(call_id, method, args, tuple(sorted(answering)))
+        except CodecError:
+            self._pending.withdraw(call_id)
+            raise
+        for rank in sorted(to):
+            try:
+                self._ranks[rank].channel.send(frame)
+            except OSError:
+                self._fail(self._ranks[rank])
+        return call_id, future
+
+    def _read(self, entry: RankProcess) -> None:
+        try:
+            while (frame := entry.channel.receive()) is not None:
+                self._pending.answer(entry.rank, self._codec.decode_reply(frame))
+        except CodecError as error:
+            self._pending.fail(f"{entry.label} sent an unreadable answer: {error}")
+        self._fail(entry)
+
+    def _fail(self, entry: RankProcess) -> None:
+        if not self._is_shut_down:
+            self._pending.fail(entry.end_of_process())

@@ -1,0 +1,98 @@
+"""The executor ``uniproc``: one worker, in this process, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from hardpoint.errors import ConfigError, EngineDeadError, WorkerError
+from hardpoint.interfaces import (
+    Deferred,
+    Executor,
+    ExecutorContext,
+    GrammarMask,
+    NoOptions,
+    RunnerOutput,
+    SchedulerOutput,
+    Worker,
+    plugin,
+)
+from hardpoint.ipc import RpcCodec, RpcFailure
+from hardpoint_executors.build import build_worker
+from hardpoint_executors.context import require
+from hardpoint_executors.errors import worker_error
+
+__all__ = ["UniprocExecutor", "create"]
+
+
+@plugin("executor", options=NoOptions)
+def create(ctx: ExecutorContext, options: NoOptions) -> UniprocExecutor:
+    """Raises ``ConfigError`` for more than one rank."""
+    del options
+    plugins, config = require(ctx)
+    if config.parallel.world_size != 1:
+        raise ConfigError(
+            f"executor 'uniproc' runs one rank, but the world size is {config.parallel.world_size}; "
+            f"choose --executor multiproc"
+        )
+    return UniprocExecutor(build_worker(plugins, ctx.worker, config, ctx.worker_options))
+
+
+class UniprocExecutor(Executor):
+    """Runs every call in the calling thread, so futures are complete when they are returned.
+
+    A call cannot be interrupted: ``timeout_s`` has no effect here.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._codec = RpcCodec()
+        self._is_shut_down = False
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def collective_rpc(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        del timeout_s
+        self._codec.check(method, args)
+        if ranks is not None and set(ranks) - {0}:
+            raise ConfigError(f"ranks {list(ranks)} do not exist; this executor has rank 0 only")
+        if ranks is not None and not ranks:
+            return []
+        return [self._call(method, *args)]
+
+    def execute(self, step: SchedulerOutput) -> Future[RunnerOutput | Deferred]:
+        return self._submit("execute", step)
+
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> Future[RunnerOutput]:
+        return self._submit("sample", step_id, grammar)
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """The worker dies with this process, so there is nobody left to tell."""
+        del callback
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        del timeout_s
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._worker.shutdown()
+
+    def _submit(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._call(method, *args))
+        except (WorkerError, EngineDeadError) as error:
+            future.set_exception(error)
+        return future
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self._is_shut_down:
+            raise EngineDeadError("the executor is shut down")
+        try:
+            return getattr(self._worker, method)(*args)
+        except Exception as error:
+            raise worker_error(method, {0: RpcFailure.of(error)}, {}, 1) from error
