@@ -78,7 +78,7 @@ def test_refusals_doubles_and_denials_are_explained(site: Site) -> None:
         "not on the list HARDPOINT_PLUGINS",
     )
     assert rows["endpoint", "chat"].reason == "not listed in server.endpoints"
-    assert rows["tokenizer", "t"].plugin.version == "2.0"
+    assert rows["tokenizer", "t"].state == "available"
     warnings = "\n".join(report.warnings)
     assert "API version 7" in warnings
     assert "hardpoint-core>=99" in warnings

@@ -158,6 +158,14 @@ def test_names_are_unique_and_plugins_can_be_removed() -> None:
         runner.unregister("r")
 
 
+def test_one_object_cannot_be_two_plugins() -> None:
+    runner, shared = HookRunner(), Recorder([])
+    runner.register("a", shared)
+    with pytest.raises(PluginLoadError, match="'b': its object is another plugin's too"):
+        runner.register("b", shared)
+    assert runner.plugins() == {"a": ""}
+
+
 def test_an_unknown_hook_and_missing_arguments_are_the_caller_s_faults() -> None:
     runner = HookRunner()
     with pytest.raises(PluginError, match="no hook 'request_aded'"):

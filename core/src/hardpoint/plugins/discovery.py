@@ -5,128 +5,92 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from hardpoint.plugins.kinds import GROUP_PREFIX, KINDS
-from hardpoint.plugins.metadata import (
-    MetadataFolder,
-    canonical_name,
-    parse_entry_points,
-    parse_headers,
-    scan_metadata,
-)
+from hardpoint.plugins.metadata import MetadataFolder, canonical_name, parse_entry_points, parse_headers, scan_metadata
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
 from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.version import __version__
 
 __all__ = ["discover"]
 
-_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(?P<kind>\w+)\.v(?P<major>\d+)")
-_VALUE = re.compile(r"(?P<target>[\w.]+:[\w.]+)\s*(\[.*\])?")
-_CORE_NAMES = frozenset({"hardpoint", "hardpoint-core"})
+_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(\w+)\.v(\d+)")
+_VALUE = re.compile(r"([\w.]+:[\w.]+)\s*(\[.*\])?")
+_CORE_NAMES = ("hardpoint", "hardpoint-core")
 
 
-def discover(search_path: Iterable[str] | None = None, *, core_version: str | None = None) -> Discovery:
-    """Scan ``search_path`` (default ``sys.path``) once. ``core_version`` defaults to the running core's.
+def discover(search_path: Iterable[str] | None = None, *, core_version: str = __version__) -> Discovery:
+    """Scan ``search_path`` (default ``sys.path``) once. The first folder of a distribution counts.
 
     Never raises for what a distribution did wrong: such entries are in ``refused`` with the reason.
     """
-    version = __version__ if core_version is None else core_version
-    first: dict[str, MetadataFolder] = {}
-    provides: dict[str, bool] = {}
-    plugins: list[DiscoveredPlugin] = []
-    refused: list[RefusedPlugin] = []
+    first: dict[str, tuple[MetadataFolder, bool]] = {}
+    found: list[DiscoveredPlugin | RefusedPlugin] = []
     shadowed: list[ShadowedDistribution] = []
     for folder in scan_metadata(search_path):
-        entries = _plugin_entries(folder)
-        used = first.setdefault(folder.name, folder)
+        text = folder.read("entry_points.txt") or ""
+        entries = [e for e in parse_entry_points(text) if e[0].startswith(GROUP_PREFIX)] if GROUP_PREFIX in text else []
+        used, offers = first.setdefault(folder.name, (folder, bool(entries)))
         if used is folder:
-            provides[folder.name] = bool(entries)
-            if entries:
-                _classify(folder, entries, version, plugins, refused)
-        elif entries or provides[folder.name]:
+            found += _classify(folder, entries, core_version) if entries else ()
+        elif entries or offers:
             same = used.location == folder.location
             shadowed.append(ShadowedDistribution(folder.name, used.path, folder.path, same))
-    return Discovery(tuple(plugins), tuple(refused), tuple(shadowed), len(first))
-
-
-def _plugin_entries(folder: MetadataFolder) -> list[tuple[str, str, str]]:
-    text = folder.read("entry_points.txt")
-    if text is None or GROUP_PREFIX not in text:
-        return []
-    return [entry for entry in parse_entry_points(text) if entry[0].startswith(GROUP_PREFIX)]
+    plugins = tuple(entry for entry in found if isinstance(entry, DiscoveredPlugin))
+    refused = tuple(entry for entry in found if isinstance(entry, RefusedPlugin))
+    return Discovery(plugins, refused, tuple(shadowed), len(first))
 
 
 def _classify(
-    folder: MetadataFolder,
-    entries: list[tuple[str, str, str]],
-    core_version: str,
-    plugins: list[DiscoveredPlugin],
-    refused: list[RefusedPlugin],
-) -> None:
+    folder: MetadataFolder, entries: list[tuple[str, str, str]], core_version: str
+) -> Iterable[DiscoveredPlugin | RefusedPlugin]:
     headers = parse_headers(folder.read("METADATA") or folder.read("PKG-INFO") or "")
-    name, version = headers.get("name", [""])[0], headers.get("version", [""])[0]
-    requires = tuple(_core_requirements(headers.get("requires-dist", [])))
-    fault = None if name and version else f"its metadata in {folder.path} lacks a name or version; install it again"
-    fault = fault or _unmet(requires, core_version)
-    for group, plugin, value in entries:
-        match = _GROUP.fullmatch(group)
-        target = _VALUE.fullmatch(value)
-        reason = fault or _entry_fault(group, match, value, target)
-        if reason or match is None or target is None:
-            kind = match["kind"] if match else group.removeprefix(GROUP_PREFIX)
-            refused.append(RefusedPlugin(kind, plugin, name or folder.name, reason or group))
-            continue
-        plugins.append(
-            DiscoveredPlugin(
-                kind=match["kind"],
-                name=plugin,
-                api_version=int(match["major"]),
-                distribution=name,
-                version=version,
-                entry_point=target["target"],
-                path=folder.path,
-                requires=requires,
-            )
-        )
+    distribution, version = headers.get("name", [""])[0], headers.get("version", [""])[0]
+    requires, fault = _core_range(headers.get("requires-dist", []), core_version)
+    if not (distribution and version):
+        fault = f"its metadata in {folder.path} lacks a name or version; install it again"
+    for group, name, value in entries:
+        split, target = _GROUP.fullmatch(group), _VALUE.fullmatch(value)
+        kind = split[1] if split else group.removeprefix(GROUP_PREFIX)
+        if fault or split is None or target is None or not _speaks(kind, int(split[2])):
+            reason = fault or _entry_fault(group, split, value)
+            yield RefusedPlugin(kind, name, distribution or folder.name, reason)
+        else:
+            api_version = int(split[2])
+            yield DiscoveredPlugin(kind, name, api_version, distribution, version, target[1], folder.path, requires)
 
 
-def _entry_fault(group: str, match: re.Match[str] | None, value: str, target: re.Match[str] | None) -> str | None:
-    if match is None:
-        return f"group {group!r} is not of the form hardpoint.<kind>.v<major>"
-    spec = KINDS.get(match["kind"])
-    if spec is None:
-        return f"unknown plugin kind {match['kind']!r}{did_you_mean(match['kind'], KINDS)}"
-    if int(match["major"]) != spec.api_version:
-        return (
-            f"written for API version {match['major']} of {spec.name!r}; this core speaks version {spec.api_version}: "
-            "install a release of the plugin for it"
-        )
-    if target is None:
-        return f"entry point value {value!r} is not of the form module:attribute"
-    return None
+def _speaks(kind: str, major: int) -> bool:
+    return kind in KINDS and KINDS[kind].api_version == major
 
 
-def _core_requirements(lines: list[str]) -> Iterable[str]:
-    for line in lines:
-        if not line.lower().startswith("hardpoint"):
-            continue
+def _entry_fault(group: str, split: re.Match[str] | None, value: str) -> str:
+    if split is None:
+        return f"group {group!r} is not of the form {GROUP_PREFIX}<kind>.v<major>"
+    kind, major = split[1], int(split[2])
+    if kind not in KINDS:
+        return f"unknown plugin kind {kind!r}{did_you_mean(kind, KINDS)}"
+    if not _speaks(kind, major):
+        ours = KINDS[kind].api_version
+        return f"written for API version {major} of {kind!r}; this core speaks version {ours}"
+    return f"entry point value {value!r} is not of the form module:attribute"
+
+
+def _core_range(lines: list[str], core_version: str) -> tuple[tuple[str, ...], str]:
+    """The distribution's requirements on the core, and what is wrong with them, if anything."""
+    ours = [line for line in lines if line.lower().startswith("hardpoint")]
+    if all(re.fullmatch(r"hardpoint(-core)?(\[\w+\])?==" + re.escape(core_version), line) for line in ours):
+        return tuple(ours), ""
+    from packaging.requirements import InvalidRequirement, Requirement  # slow to import, and often not needed
+
+    applying = []
+    for line in ours:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            yield line
-            continue
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if canonical_name(requirement.name) in _CORE_NAMES and applies:
-            yield line
-
-
-def _unmet(requires: tuple[str, ...], core_version: str) -> str | None:
-    for line in requires:
-        try:
-            allowed = Requirement(line).specifier
-        except InvalidRequirement:
-            return f"its requirement {line!r} cannot be read"
-        if not allowed.contains(core_version, prereleases=True):
-            return f"it requires {line!r}, but the core's version is {core_version}"
-    return None
+            return (line,), f"its requirement {line!r} cannot be read"
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if wanted and canonical_name(requirement.name) in _CORE_NAMES:
+            applying.append(line)
+            if not requirement.specifier.contains(core_version, prereleases=True):
+                return tuple(applying), f"it requires {line!r}, but the core's version is {core_version}"
+    return tuple(applying), ""

@@ -8,9 +8,8 @@ import msgspec
 
 from hardpoint.errors import PluginError
 from hardpoint.plugins.discovery import discover
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.kinds import KINDS, no_candidate
 from hardpoint.plugins.manifest import load_manifest
-from hardpoint.plugins.messages import no_candidate
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
 from hardpoint.plugins.resolve import resolve_plan
@@ -42,8 +41,6 @@ class KindReport(msgspec.Struct, frozen=True):
     group: str
     cardinality: str
     roles: tuple[str, ...]
-    phase: str
-    trust: str
     plugins: tuple[PluginReport, ...]
 
 
@@ -73,13 +70,10 @@ def diagnose(
     for spec in KINDS.values():
         if spec.required and not plan.of(spec.name):
             problems.append(no_candidate(spec.name))
-    warnings = [*plan.notices, *(f"{r.kind}:{r.name} ({r.distribution}): {r.reason}" for r in discovery.refused)]
-    for double in discovery.shadowed:
-        text = f"{double.distribution} is installed twice: {double.used_path} is used, {double.shadowed_path} is not"
-        if double.same_folder:
-            problems.append(f"{text}; uninstall it until none is left, then install it again")
-        else:
-            warnings.append(text)
+    problems += [double.fault for double in discovery.shadowed if double.same_folder]
+    warnings = [notice for notice in plan.notices if notice not in problems]
+    warnings += [double.fault for double in discovery.shadowed if not double.same_folder]
+    warnings += [f"{entry.kind}:{entry.name} ({entry.distribution}): {entry.reason}" for entry in discovery.refused]
     kinds = tuple(_kind(kind, discovery, plan, probes, problems) for kind in KINDS)
     return DoctorReport(
         core_version=__version__,
@@ -126,21 +120,14 @@ def _kind(
 ) -> KindReport:
     spec = KINDS[kind]
     admitted = {(planned.name, planned.distribution): planned for planned in plan.of(kind)}
-    denied = {(r.name, r.distribution): r.reason for r in plan.refused if r.kind == kind}
+    denied = {(entry.name, entry.distribution): entry.reason for entry in plan.refused if entry.kind == kind}
     rows = []
     for plugin in discovery.of(kind):
         key = (plugin.name, plugin.distribution)
         planned = admitted.get(key)
         state = ("active" if planned.active else "available") if planned else "refused"
-        rows.append(
-            PluginReport(
-                plugin=plugin,
-                state=state,
-                reason=planned.reason if planned else denied.get(key, "another distribution has the same name"),
-                has_manifest=_has_manifest(plugin, problems),
-                options=tuple(planned.options) if planned else (),
-                probe=probes.get(plugin.name) if kind == "platform" else None,
-            )
-        )
-    roles = tuple(sorted(spec.roles))
-    return KindReport(kind, spec.group, spec.cardinality, roles, spec.phase, spec.trust, tuple(rows))
+        reason = planned.reason if planned else denied.get(key, "another distribution has the same name")
+        options = tuple(planned.options) if planned else ()
+        probe = probes.get(plugin.name) if kind == "platform" else None
+        rows.append(PluginReport(plugin, state, reason, _has_manifest(plugin, problems), options, probe))
+    return KindReport(kind, spec.group, spec.cardinality, tuple(sorted(spec.roles)), tuple(rows))

@@ -57,35 +57,15 @@ class HookRunner:
         if plugin in self._distributions:
             raise PluginConflictError(f"a hooks plugin named {plugin!r} is registered already")
         for name in dir(instance):
-            self._check(plugin, instance, name)
+            fault = _fault(inspect.getattr_static(instance, name), name)
+            if fault:
+                raise PluginLoadError(f"hooks plugin {plugin!r}, {name}{fault}")
         try:
             self._manager.register(instance, plugin)
-            self._manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            self._manager.unregister(name=plugin)
-            raise PluginLoadError(f"hooks plugin {plugin!r}: {error}") from error
+        except ValueError as error:
+            raise PluginLoadError(f"hooks plugin {plugin!r}: its object is another plugin's too: {error}") from error
         self._distributions[plugin] = distribution
         self._calls.clear()
-
-    def _check(self, plugin: str, instance: object, name: str) -> None:
-        method = inspect.getattr_static(instance, name)
-        marks = getattr(method, f"{HOOK_NAMESPACE}_impl", None)
-        known = [hook for hook in vars(HookSpecs) if not hook.startswith("_")]
-        where = f"hooks plugin {plugin!r}, {name}"
-        if marks is None:
-            if name in known and callable(method):
-                raise PluginLoadError(f"{where}: it is named like a hook but lacks @hookimpl, so it would never run")
-            return
-        where += str(inspect.signature(method))
-        if marks["wrapper"] or marks["hookwrapper"]:
-            raise PluginLoadError(f"{where}: wrappers are not supported; only plain implementations are")
-        if name not in known:
-            raise PluginLoadError(f"{where}: there is no such hook; known hooks: {', '.join(known)}")
-        parameters = list(inspect.signature(method).parameters)
-        allowed = list(inspect.signature(getattr(HookSpecs, name)).parameters)
-        extra = [parameter for parameter in parameters if parameter not in allowed]
-        if extra:
-            raise PluginLoadError(f"{where}: unknown arguments {', '.join(extra)}; allowed: {', '.join(allowed)}")
 
     def unregister(self, plugin: str) -> None:
         """Remove a plugin. Raises ``PluginError`` when there is none of that name."""
@@ -138,3 +118,21 @@ class HookRunner:
             _logger.warning("%s; the plugin is left out from now on", located, exc_info=error)
         if plugin in self._distributions:
             self.unregister(plugin)
+
+
+def _fault(method: object, name: str) -> str:
+    """What makes an attribute unfit as an implementation; empty for sound ones and for what is no hook at all."""
+    marks = getattr(method, f"{HOOK_NAMESPACE}_impl", None)
+    specification = None if name.startswith("_") else vars(HookSpecs).get(name)
+    if marks is None or not callable(method):
+        is_hook = callable(method) and specification is not None
+        return ": it is named like a hook but lacks @hookimpl, so it would never run" if is_hook else ""
+    signature = inspect.signature(method)
+    if specification is None:
+        known = ", ".join(hook for hook in vars(HookSpecs) if not hook.startswith("_"))
+        return f"{signature}: there is no such hook; known hooks: {known}"
+    if marks["wrapper"] or marks["hookwrapper"]:
+        return f"{signature}: wrappers are not supported; only plain implementations are"
+    allowed = inspect.signature(specification).parameters
+    unknown = [parameter for parameter in signature.parameters if parameter not in allowed]
+    return f"{signature}: unknown arguments {', '.join(unknown)}; allowed: {', '.join(allowed)}" if unknown else ""

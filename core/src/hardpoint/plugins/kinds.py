@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,7 +11,8 @@ from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.roles import ProcessRole
 
-__all__ = ["GROUP_PREFIX", "KINDS", "Cardinality", "KindSpec", "Phase", "Trust", "kind_spec"]
+__all__ = ["GROUP_PREFIX", "KINDS", "Cardinality", "KindSpec", "Phase", "Trust"]
+__all__ += ["kind_spec", "missing_plugin", "no_candidate"]
 
 GROUP_PREFIX = "hardpoint."
 
@@ -126,3 +127,25 @@ def kind_spec(kind: str) -> KindSpec:
     except KeyError:
         hint = did_you_mean(kind, KINDS)
         raise PluginNotFoundError(f"unknown plugin kind {kind!r}{hint}; known kinds: {', '.join(KINDS)}") from None
+
+
+def no_candidate(kind: str) -> str:
+    """What to say when a kind that is needed has no plugin at all."""
+    return f"no {kind} plugin is installed; {_install_hint(kind)}"
+
+
+def missing_plugin(kind: str, name: str, installed: Iterable[str], refusal: str = "") -> PluginNotFoundError:
+    """The error for a name nobody provides; ``refusal`` is why an installed plugin of that name is not used."""
+    if refusal:
+        return PluginNotFoundError(f"{kind} plugin {name!r} is installed but refused: {refusal}")
+    names = sorted(installed)
+    listed = f"{did_you_mean(name, names)}; installed: {', '.join(names) or 'none'}"
+    return PluginNotFoundError(f"no {kind} plugin {name!r}{listed}; {_install_hint(kind, name)}")
+
+
+def _install_hint(kind: str, name: str = "<name>") -> str:
+    # The core knows no distribution by name, so it can only say what one must provide.
+    return (
+        f"install a distribution that provides the entry point {kind_spec(kind).group}:{name} (a newly added entry "
+        "point is seen only once its distribution is installed again, editable ones too)"
+    )

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import PluginConflictError, PluginNotFoundError
-from hardpoint.plugins.kinds import kind_spec
-from hardpoint.plugins.messages import missing_plugin, no_candidate
+from hardpoint.plugins.kinds import kind_spec, missing_plugin, no_candidate
 from hardpoint.plugins.records import RefusedPlugin
 
 __all__ = ["PlannedPlugin", "PluginPlan", "SelectedBy"]
@@ -64,12 +63,11 @@ class PluginPlan(msgspec.Struct, frozen=True):
 
     def find(self, kind: str, name: str) -> PlannedPlugin:
         """Raises ``PluginNotFoundError`` that lists the alternatives and says what to install."""
-        admitted = self.of(kind)
-        for plugin in admitted:
-            if plugin.name == name:
-                return plugin
-        why = [entry.reason for entry in self.refused if (entry.kind, entry.name) == (kind, name)]
-        raise missing_plugin(kind, name, [plugin.name for plugin in admitted], why[0] if why else "")
+        admitted = {plugin.name: plugin for plugin in self.of(kind)}
+        if name not in admitted:
+            why = [entry.reason for entry in self.refused if (entry.kind, entry.name) == (kind, name)]
+            raise missing_plugin(kind, name, admitted, *why[:1])
+        return admitted[name]
 
     def selected(self, kind: str) -> PlannedPlugin:
         """The one active plugin of a choose-one kind.
@@ -77,10 +75,10 @@ class PluginPlan(msgspec.Struct, frozen=True):
         Raises ``PluginConflictError`` when several candidates wait for a choice, ``PluginNotFoundError`` when there
         is none.
         """
-        active = [plugin for plugin in self.of(kind) if plugin.active]
+        candidates = [plugin for plugin in self.of(kind) if plugin.active or plugin.automatic]
+        active = [plugin for plugin in candidates if plugin.active]
         if len(active) == 1:
             return active[0]
-        candidates = [plugin for plugin in self.of(kind) if plugin.active or plugin.automatic]
         if not candidates:
             raise PluginNotFoundError(no_candidate(kind))
         raise PluginConflictError(
@@ -97,7 +95,7 @@ class PluginPlan(msgspec.Struct, frozen=True):
         alone = kind_spec(kind).chosen
 
         def revised(plugin: PlannedPlugin) -> PlannedPlugin:
-            if plugin == chosen:
+            if plugin is chosen:
                 return msgspec.structs.replace(plugin, active=True, selected_by=selected_by, reason=reason)
             if alone and plugin.kind == kind and plugin.active:
                 return msgspec.structs.replace(plugin, active=False, reason=f"{name!r} was chosen instead")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hardpoint.errors import HardpointError, PluginConflictError, PluginLoadError, PluginNotFoundError
 from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
-from hardpoint.plugins.messages import no_candidate
+from hardpoint.plugins.kinds import no_candidate
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.records import Discovery
 from hardpoint.plugins.runtime import PluginRuntime

@@ -23,11 +23,6 @@ class DiscoveredPlugin(msgspec.Struct, frozen=True):
     path: str
     requires: tuple[str, ...] = ()
 
-    @property
-    def label(self) -> str:
-        """How messages name the plugin and where it comes from."""
-        return f"{self.kind}:{self.name} ({self.distribution} {self.version})"
-
 
 class RefusedPlugin(msgspec.Struct, frozen=True):
     """A plugin that is installed but is not used, and why. Its code was not imported."""
@@ -45,6 +40,12 @@ class ShadowedDistribution(msgspec.Struct, frozen=True):
     used_path: str
     shadowed_path: str
     same_folder: bool
+
+    @property
+    def fault(self) -> str:
+        """One line on what is wrong, and what to do about a damaged installation."""
+        text = f"{self.distribution} is installed twice: {self.used_path} is used, {self.shadowed_path} is not"
+        return f"{text}; uninstall it until none is left, then install it again" if self.same_folder else text
 
 
 class Discovery(msgspec.Struct, frozen=True):

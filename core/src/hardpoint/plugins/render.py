@@ -24,7 +24,7 @@ def _lines(report: DoctorReport, color: bool, verbose: bool) -> Iterator[str]:
     for kind in report.kinds:
         if not kind.plugins:
             continue
-        yield f"{paint(kind.kind, 'title')}  ({kind.cardinality}, {kind.phase}, in {'+'.join(kind.roles)})"
+        yield f"{paint(kind.kind, 'title')}  ({kind.cardinality}, in {'+'.join(kind.roles)})"
         for row in kind.plugins:
             branch, stem = ("└─", "   ") if row is kind.plugins[-1] else ("├─", "│  ")
             source = f"{row.plugin.distribution} {row.plugin.version}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from hardpoint.plugins.options import validate_options
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
 from hardpoint.plugins.records import Discovery
 from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.plugins.resolve import unmet_tasks
 from hardpoint.roles import ProcessRole
 from hardpoint.version import __version__
 
@@ -35,8 +36,7 @@ _COMPUTING_ROLES = frozenset({ProcessRole.ENGINE, ProcessRole.WORKER})
 Key = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class PluginFactoryRecord:
+class PluginFactoryRecord(NamedTuple):
     """A loaded factory, with what it declared of itself."""
 
     planned: PlannedPlugin
@@ -85,7 +85,7 @@ class PluginRuntime:
         return f"process {os.getpid()} ({roles}{'' if self.rank is None else f', rank {self.rank}'})"
 
     def verify(self, installed: Discovery | None = None) -> None:
-        """Compare the plan with what is installed here.
+        """Compare this process's share of the plan with what is installed here.
 
         Raises ``PluginMismatchError`` naming the process, each differing plugin and both versions.
         """
@@ -93,7 +93,7 @@ class PluginRuntime:
         if self.plan.core_version != __version__:
             faults.append(f"the core is {__version__}, the plan was made by {self.plan.core_version}")
         mine = [planned for planned in self.plan.plugins if self._permits(planned.kind)]
-        found = (discover() if installed is None else installed).plugins if mine else ()
+        found = (installed or discover()).plugins if mine else ()
         here = {(plugin.kind, plugin.name, plugin.distribution): plugin for plugin in found}
         for planned in mine:
             plugin = here.get((planned.kind, planned.name, planned.distribution))
@@ -160,7 +160,7 @@ class PluginRuntime:
                 record = _import_factory(planned)
             except (Exception, SystemExit) as error:
                 raise self._failure(planned, "loading", error) from error
-            self._note(planned, PluginState.LOADED, load_seconds=time.perf_counter() - started)
+            self._note(planned, PluginState.LOADED, seconds=time.perf_counter() - started)
             activation.factories[kind, name] = record
         return record
 
@@ -169,27 +169,18 @@ class PluginRuntime:
 
         Errors a plugin raises on purpose (``HardpointError``) pass unchanged, others become ``PluginLoadError``.
         """
-        record = self.load_factory(kind, name)
-        options = self._options(record)
+        planned, factory, declaration = self.load_factory(kind, name)
         try:
-            instance = record.factory(context, options)
+            instance = factory(context, validate_options(kind, name, declaration.options, planned.options))
             if instance is None:
                 raise TypeError("the factory returned None instead of an instance")
         except HardpointError as error:
-            self._note(record.planned, PluginState.FAILED, str(error))
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._failure(record.planned, "creating", error) from error
-        self._note(record.planned, PluginState.CREATED)
-        return instance
-
-    def _options(self, record: PluginFactoryRecord) -> Any:
-        planned = record.planned
-        try:
-            return validate_options(planned.kind, planned.name, record.declaration.options, planned.options)
-        except HardpointError as error:
             self._note(planned, PluginState.FAILED, str(error))
             raise
+        except (Exception, SystemExit) as error:
+            raise self._failure(planned, "creating", error) from error
+        self._note(planned, PluginState.CREATED)
+        return instance
 
     def create_all(self, kind: str, context_factory: Callable[[str], PluginContext] | None = None) -> dict[str, Any]:
         """Every active plugin of ``kind`` by name, in discovery order, created once per process id.
@@ -225,14 +216,11 @@ class PluginRuntime:
 
     def _serves_tasks(self, planned: PlannedPlugin) -> bool:
         required = self.load_factory(planned.kind, planned.name).declaration.required_tasks
-        if not required or required & set(self.plan.tasks or ()):
-            return True
-        reason = (
-            f"it serves {', '.join(sorted(required))}; this server offers {', '.join(self.plan.tasks or ()) or 'none'}"
-        )
-        self._note(planned, PluginState.REFUSED, reason)
-        _logger.info("%s is left out: %s", planned.label, reason)
-        return False
+        reason = unmet_tasks(required, self.plan.tasks)
+        if reason:
+            self._note(planned, PluginState.REFUSED, reason)
+            _logger.info("%s is left out: %s", planned.label, reason)
+        return not reason
 
     def is_essential(self, planned: PlannedPlugin) -> bool:
         """Whether the failure of ``planned`` must stop the start."""
@@ -253,7 +241,7 @@ class PluginRuntime:
     def report(self) -> LoadReport:
         """The state of every planned and refused plugin in this process."""
         done = self._activation().statuses
-        rows = [done.get((p.kind, p.name)) or self._untouched(p) for p in self.plan.plugins]
+        rows = [done.get((planned.kind, planned.name)) or self._untouched(planned) for planned in self.plan.plugins]
         rows += [
             PluginStatus(entry.kind, entry.name, entry.distribution, "", PluginState.REFUSED, entry.reason)
             for entry in self.plan.refused
@@ -262,10 +250,9 @@ class PluginRuntime:
         return LoadReport(self.process, os.getpid(), roles, self.rank, __version__, tuple(rows))
 
     def _untouched(self, planned: PlannedPlugin) -> PluginStatus:
-        mine = self._permits(planned.kind)
-        state = PluginState.ALLOWED if mine else PluginState.DISCOVERED
-        reason = planned.reason if mine else "belongs to other processes"
-        return PluginStatus(planned.kind, planned.name, planned.distribution, planned.version, state, reason)
+        if self._permits(planned.kind):
+            return _status(planned, PluginState.ALLOWED, planned.reason)
+        return _status(planned, PluginState.DISCOVERED, "belongs to other processes")
 
     def _activation(self) -> _Activation:
         if self._current.pid != os.getpid():
@@ -280,21 +267,21 @@ class PluginRuntime:
             owners = ", ".join(sorted(kind_spec(kind).roles))
             raise PluginError(f"{kind} plugins run only in processes with the role {owners}; this is {self.process}")
 
-    def _note(
-        self, planned: PlannedPlugin, state: PluginState, reason: str = "", load_seconds: float | None = None
-    ) -> None:
-        statuses = self._activation().statuses
-        before = statuses.get((planned.kind, planned.name))
-        seconds = before.load_seconds if before is not None and load_seconds is None else load_seconds
-        statuses[planned.kind, planned.name] = PluginStatus(
-            planned.kind, planned.name, planned.distribution, planned.version, state, reason, seconds
-        )
+    def _note(self, planned: PlannedPlugin, state: PluginState, reason: str = "", seconds: float | None = None) -> None:
+        statuses, key = self._activation().statuses, (planned.kind, planned.name)
+        if seconds is None and key in statuses:
+            seconds = statuses[key].load_seconds
+        statuses[key] = _status(planned, state, reason, seconds)
 
     def _failure(self, planned: PlannedPlugin, doing: str, error: BaseException) -> PluginLoadError:
         cause = f"{type(error).__name__}: {error}" if not isinstance(error, PluginError) else str(error)
         self._note(planned, PluginState.FAILED, cause)
         _logger.debug("%s %s failed in %s", doing, planned.label, self.process, exc_info=error)
         return PluginLoadError(f"{doing} {planned.label} failed in {self.process}: {cause}")
+
+
+def _status(planned: PlannedPlugin, state: PluginState, reason: str, seconds: float | None = None) -> PluginStatus:
+    return PluginStatus(planned.kind, planned.name, planned.distribution, planned.version, state, reason, seconds)
 
 
 def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:

@@ -10,10 +10,11 @@ import msgspec
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.kinds import kind_spec
 
-__all__ = ["ALLOW_VARIABLE", "STRICT_VARIABLE", "PluginSelection", "parse_names", "parse_pins"]
+__all__ = ["ALLOW_VARIABLE", "ENDPOINT_SETTING", "STRICT_VARIABLE", "PluginSelection", "parse_names", "parse_pins"]
 
 ALLOW_VARIABLE = "HARDPOINT_PLUGINS"
 STRICT_VARIABLE = "HARDPOINT_PLUGINS_STRICT"
+ENDPOINT_SETTING = "server.endpoints"
 
 
 class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +42,6 @@ class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
         """The names chosen for ``kind``, in the order given."""
         choice = self.choices.get(kind, ())
         return (choice,) if isinstance(choice, str) else tuple(choice)
-
-    def allows(self, name: str) -> bool:
-        """Whether a plugin may become active by merely being installed."""
-        return self.allow is None or name in self.allow
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **settings: Any) -> PluginSelection:
