@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins.kinds import GROUP_PREFIX, KINDS
 from hardpoint.plugins.metadata import MetadataFolder, canonical_name, parse_entry_points, parse_headers, scan_metadata
@@ -11,10 +12,14 @@ from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin
 from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.version import __version__
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 __all__ = ["discover"]
 
 _GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(\w+)\.v(\d+)")
 _VALUE = re.compile(r"([\w.]+:[\w.]+)\s*(\[.*\])?")
+_REQUIREMENT = re.compile(r"([\w.-]*\w)\s*(\[[\w\s,.-]*\])?\s*\(?([^;@()]*)\)?")
 _CORE_NAMES = ("hardpoint", "hardpoint-core")
 
 
@@ -77,20 +82,30 @@ def _entry_fault(group: str, split: re.Match[str] | None, value: str) -> str:
 
 def _core_range(lines: list[str], core_version: str) -> tuple[tuple[str, ...], str]:
     """The distribution's requirements on the core, and what is wrong with them, if anything."""
-    ours = [line for line in lines if line.lower().startswith("hardpoint")]
-    if all(re.fullmatch(r"hardpoint(-core)?(\[\w+\])?==" + re.escape(core_version), line) for line in ours):
-        return tuple(ours), ""
-    from packaging.requirements import InvalidRequirement, Requirement  # slow to import, and often not needed
-
-    applying = []
-    for line in ours:
+    applying: list[str] = []
+    for line in lines:
+        if not line.lower().startswith("hardpoint"):
+            continue
         try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            return (line,), f"its requirement {line!r} cannot be read"
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and canonical_name(requirement.name) in _CORE_NAMES:
+            name, allowed = _split_requirement(line)
+        except ValueError:
+            return (*applying, line), f"its requirement {line!r} cannot be read"
+        if allowed is not None and canonical_name(name) in _CORE_NAMES:
             applying.append(line)
-            if not requirement.specifier.contains(core_version, prereleases=True):
+            if not allowed.contains(core_version, prereleases=True):
                 return tuple(applying), f"it requires {line!r}, but the core's version is {core_version}"
     return tuple(applying), ""
+
+
+def _split_requirement(line: str) -> tuple[str, SpecifierSet | None]:
+    """Name and range, the latter ``None`` where a marker excludes this environment. Raises ``ValueError``."""
+    simple = _REQUIREMENT.fullmatch(line)
+    if simple is not None:
+        from packaging.specifiers import SpecifierSet  # a third of the time that importing the full parser takes
+
+        return simple[1], SpecifierSet(simple[3])
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(line)
+    applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    return requirement.name, requirement.specifier if applies else None
