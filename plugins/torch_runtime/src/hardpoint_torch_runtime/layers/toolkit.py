@@ -142,6 +142,7 @@ class LayerToolkit:
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         alibi_slopes: Sequence[float] | None = None,
+        sinks: torch.Tensor | None = None,
         kind: AttentionKind = AttentionKind.DECODER,
     ) -> AttentionLayer:
         """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them)."""
@@ -157,6 +158,7 @@ class LayerToolkit:
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
         layer = AttentionLayer(params, self.attention_backend, self._kv_spec(params))
         self.attention_layers[name] = layer

@@ -127,7 +127,7 @@ def _is_elsewhere(model: Model, parameter: str) -> bool:
 
 
 def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> None:
-    method = slot.module.method if isinstance(slot.module, ParallelLinear) else None
+    method: object = slot.module.method if isinstance(slot.module, ParallelLinear) else None
     if tensor.dequantize is not None and isinstance(method, PackedLinearMethod):
         method.load_packed(slot.module, slot.name, placement, tensor)
         return

@@ -1,0 +1,144 @@
+"""From row sets to what one gather-and-compute call needs on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hardpoint_attention.reference.plan import RowSet, Visibility
+
+__all__ = ["CachePages", "RowGroup", "fresh_group", "paged_group"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Device side of a ``RowSet``. Legend as in ``plan``; n = R * Q.
+
+    Attributes:
+        tokens: int64 [n] into the step's tokens, or None when they are exactly ``token_range``.
+        pages: int64 [R * K * N] into the cache seen as pages of one head; None: keys are the step's own tokens.
+        stale: int64 indices into the gathered [R * K * N * B] entries that are not this row's; None if there are none.
+        mask: float32 [R, 1, Q, S], 0 where visible, else -inf; None when everything is, or ``is_causal`` says it.
+        is_causal: triangular, with S == Q.
+        distance: float32 [R, Q, S], query position minus key position, for biases that depend on it.
+    """
+
+    num_rows: int
+    num_queries: int
+    num_keys: int
+    token_range: tuple[int, int]
+    tokens: torch.Tensor | None
+    pages: torch.Tensor | None
+    stale: torch.Tensor | None
+    mask: torch.Tensor | None
+    is_causal: bool
+    distance: torch.Tensor | None = None
+
+    def pick(self, values: torch.Tensor) -> torch.Tensor:
+        """This group's [n, ...] of ``values`` [T, ...]."""
+        if self.tokens is None:
+            return values[self.token_range[0] : self.token_range[1]]
+        return values.index_select(0, self.tokens)
+
+    def put(self, output: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``values`` [R, Q, ...] into the group's rows of ``output`` [T, ...]."""
+        if self.tokens is None:
+            begin, end = self.token_range
+            output[begin:end].view(values.shape).copy_(values)
+        else:
+            flat = values.reshape(-1, *output.shape[1:])
+            output.index_copy_(0, self.tokens, flat.to(output.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class CachePages:
+    """Where a layer's pages are: block b, head k is page ``b * pages_per_block + k``. ``block_table`` int32 [R, N]."""
+
+    block_table: torch.Tensor
+    block_size: int
+    num_kv_heads: int
+    pages_per_block: int
+
+
+def fresh_group(row_set: RowSet, visibility: Visibility, device: torch.device, *, biased: bool) -> RowGroup:
+    """Group over the step's own keys. ``biased``: the caller needs ``mask`` and ``distance`` spelled out."""
+    length = row_set.num_queries
+    positions = row_set.query_positions()
+    windowed = visibility.window is not None and visibility.window < length
+    is_causal = visibility.causal and not windowed and not biased
+    mask = None
+    if not is_causal and (visibility.causal or windowed):
+        mask = _mask(visibility.matrix(positions, positions), device)
+    return _group(row_set, length, device, mask, is_causal, positions if biased else None)
+
+
+def paged_group(
+    row_set: RowSet, visibility: Visibility, cache: CachePages, device: torch.device, *, biased: bool
+) -> RowGroup:
+    """Group over cached keys."""
+    base = row_set.first_block * cache.block_size
+    num_valid = row_set.key_end - base
+    num_keys = int(num_valid.max())
+    offsets = np.arange(num_keys)
+    keys = base[:, None] + offsets
+    is_own = offsets < num_valid[:, None]
+    visible = visibility.matrix(row_set.query_positions(), keys) & is_own[:, None, :]
+    mask = None if visible.all() else _mask(visible, device)
+    stale = None if is_own.all() else _stale(is_own, row_set.num_blocks, cache, device)
+    pages = _pages(row_set, cache, device)
+    return _group(row_set, num_keys, device, mask, False, keys if biased else None, pages, stale)
+
+
+def _group(
+    row_set: RowSet,
+    num_keys: int,
+    device: torch.device,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    keys: np.ndarray | None,
+    pages: torch.Tensor | None = None,
+    stale: torch.Tensor | None = None,
+) -> RowGroup:
+    tokens = row_set.tokens()
+    is_range = bool(tokens[-1] - tokens[0] == len(tokens) - 1 and (np.diff(tokens) == 1).all())
+    distance = None
+    if keys is not None:
+        difference = row_set.query_positions()[:, :, None] - keys[:, None, :]
+        distance = torch.from_numpy(difference.astype(np.float32)).to(device)
+    return RowGroup(
+        num_rows=len(row_set.rows),
+        num_queries=row_set.num_queries,
+        num_keys=num_keys,
+        token_range=(int(tokens[0]), int(tokens[-1]) + 1),
+        tokens=None if is_range else torch.from_numpy(tokens).to(device),
+        pages=pages,
+        stale=stale,
+        mask=mask,
+        is_causal=is_causal,
+        distance=distance,
+    )
+
+
+def _mask(visible: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf))).unsqueeze(1).to(device)
+
+
+def _pages(row_set: RowSet, cache: CachePages, device: torch.device) -> torch.Tensor:
+    columns = row_set.first_block[:, None] + np.arange(row_set.num_blocks)
+    # Shorter rows are padded with their own last block, which certainly exists.
+    columns = np.minimum(columns, ((row_set.key_end - 1) // cache.block_size)[:, None])
+    rows = torch.from_numpy(row_set.rows).to(device).unsqueeze(1)
+    blocks = cache.block_table[rows, torch.from_numpy(columns).to(device)].long()
+    heads = torch.arange(cache.num_kv_heads, device=device)
+    return (blocks.unsqueeze(1) * cache.pages_per_block + heads[None, :, None]).reshape(-1)
+
+
+def _stale(is_own: np.ndarray, num_blocks: int, cache: CachePages, device: torch.device) -> torch.Tensor:
+    """Gathered entries beyond a row's keys. They are zeroed, since a mask alone lets NaN and infinity through."""
+    rows, entries = np.nonzero(~is_own)
+    heads = np.arange(cache.num_kv_heads)
+    stride = num_blocks * cache.block_size
+    flat = (rows[:, None] * cache.num_kv_heads + heads) * stride + entries[:, None]
+    return torch.from_numpy(flat.reshape(-1)).to(device)

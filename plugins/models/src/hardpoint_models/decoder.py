@@ -1,0 +1,224 @@
+"""Dense decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated feed-forward.
+
+Legend: T tokens of the step, C hidden size, V vocabulary, S sampled positions; H query and K KV heads of this rank,
+D head size. Parameter names follow Hugging Face checkpoints but for the fused ``qkv_proj`` and ``gate_up_proj``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from hardpoint.interfaces.kv_cache import KVCacheSpec
+from hardpoint.interfaces.model import StageRange, WeightRule
+from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint_models.decoder_config import DecoderConfig
+from hardpoint_torch_runtime.layers import LayerToolkit
+
+__all__ = ["DecoderModel"]
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class DecoderAttention(torch.nn.Module):
+    """[T, C] to [T, C]."""
+
+    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+        super().__init__()
+        size = config.head_size
+        self.qkv_proj = layers.qkv_linear(
+            f"{name}.qkv_proj",
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=size,
+            bias=config.qkv_bias,
+        )
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.o_proj = layers.row_linear(
+            f"{name}.o_proj", config.num_heads * size, config.hidden_size, bias=config.output_bias
+        )
+        self.q_norm = layers.rms_norm(size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = layers.rms_norm(size, config.norm_eps) if config.qk_norm else None
+        self.rotary = layers.rotary(size, config.rope)
+        self.attn = layers.attention(
+            f"{name}.attn",
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            scale=size**-0.5,
+            sliding_window=window,
+        )
+        self._num_heads = heads
+        self._num_rotated = heads + kv_heads
+        self._head_size = size
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        states = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_size)
+        query, key = states[:, : self._num_heads], states[:, self._num_heads : self._num_rotated]
+        if self.q_norm is not None and self.k_norm is not None:
+            query.copy_(self.q_norm(query))
+            key.copy_(self.k_norm(key))
+        # Queries and keys lie next to each other in the fused projection and turn by the same angles: one call.
+        self.rotary.rotate_(states[:, : self._num_rotated], *rotation)
+        return self.o_proj(self.attn(query, key, states[:, self._num_rotated :]))
+
+
+class DecoderMLP(torch.nn.Module):
+    """[T, C] to [T, C]."""
+
+    def __init__(self, name: str, config: DecoderConfig, layers: LayerToolkit) -> None:
+        super().__init__()
+        parts = {"gate": config.intermediate_size, "up": config.intermediate_size}
+        self.gate_up_proj = layers.merged_column_linear(
+            f"{name}.gate_up_proj", config.hidden_size, parts, bias=config.mlp_bias
+        )
+        self.down_proj = layers.row_linear(
+            f"{name}.down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
+        self.activation = layers.silu_and_mul()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(torch.nn.Module):
+    """(output to add, residual) to the same; the residual is None before the first layer of the model."""
+
+    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+        super().__init__()
+        self.input_layernorm = layers.rms_norm(config.hidden_size, config.norm_eps)
+        self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
+        self.post_attention_layernorm = layers.rms_norm(config.hidden_size, config.norm_eps)
+        self.mlp = DecoderMLP(f"{name}.mlp", config, layers)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation), residual)
+        return self.mlp(normed), residual
+
+
+class DecoderStack(torch.nn.Module):
+    """The layers of one pipeline stage, with embedding and final norm where the stage has them."""
+
+    def __init__(self, config: DecoderConfig, layers: LayerToolkit, stage: StageRange) -> None:
+        super().__init__()
+        self.stage = stage
+        needs_embedding = stage.has_embedding or (stage.has_head and config.is_tied)
+        self.embed_tokens = (
+            layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
+        )
+        # Keyed by the number in the whole model, so that names agree over stages.
+        self.layers = torch.nn.ModuleDict(
+            {
+                str(index): DecoderLayer(f"model.layers.{index}", config, config.windows[index], layers)
+                for index in range(stage.first, stage.last)
+            }
+        )
+        self.norm = layers.rms_norm(config.hidden_size, config.norm_eps) if stage.has_head else None
+        self.rotary = layers.rotary(config.head_size, config.rope)
+        self._in_order = tuple(self.layers.values())
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.embed_tokens is None:
+            raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
+        return self.embed_tokens(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, C] to [T, C]; ``hidden`` is overwritten."""
+        rotation = self.rotary.lookup(positions)
+        residual: torch.Tensor | None = None
+        for layer in self._in_order:
+            hidden, residual = layer(hidden, residual, rotation)
+        if self.norm is not None:
+            return self.norm.add(hidden, residual)[0]
+        return hidden if residual is None else residual.add_(hidden)
+
+
+class DecoderModel(torch.nn.Module):
+    """Model of one pipeline stage. Between stages travels the sum of output and residual, [T, C]."""
+
+    def __init__(self, info: ModelInfo, config: DecoderConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
+        super().__init__()
+        self._info = info
+        self.config = config
+        self.stage = stage if stage is not None else StageRange(0, config.num_layers)
+        self.model = DecoderStack(config, layers, self.stage)
+        tied_to = self.model.embed_tokens if config.is_tied else None
+        self.lm_head = (
+            layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
+            if self.stage.has_head
+            else None
+        )
+        self._kv_specs = layers.kv_cache_specs()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(token_ids)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediates: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = intermediates if intermediates is not None else embeddings
+        if given is not None:
+            # The stack writes into its input, and this one belongs to the caller.
+            return self.model(given.clone(), positions)
+        if token_ids is None:
+            raise ValueError("one of token_ids, embeddings and intermediates must be given")
+        return self.model(self.embed(token_ids), positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is None:
+            raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
+        return self.lm_head(hidden)
+
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        return self._kv_specs
+
+    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        for index, layer in self.model.layers.items():
+            yield f"model.layers.{index}", layer
+
+    def weight_rules(self) -> Sequence[WeightRule]:
+        layer = "model.layers.*"
+        shards = [
+            *((f"{layer}.self_attn.{part}_proj.*", f"{layer}.self_attn.qkv_proj.*", part) for part in ("q", "k", "v")),
+            *((f"{layer}.mlp.{part}_proj.*", f"{layer}.mlp.gate_up_proj.*", part) for part in ("gate", "up")),
+        ]
+        unchanged = [
+            "model.embed_tokens.weight",
+            "model.norm.weight",
+            f"{layer}.input_layernorm.weight",
+            f"{layer}.post_attention_layernorm.weight",
+            f"{layer}.self_attn.o_proj.*",
+            f"{layer}.self_attn.q_norm.weight",
+            f"{layer}.self_attn.k_norm.weight",
+            f"{layer}.mlp.down_proj.*",
+        ]
+        return [
+            # Old checkpoints carry frequency tables; they are computed here.
+            WeightRule(f"{layer}.self_attn.rotary_emb.inv_freq", None),
+            WeightRule("lm_head.weight", None if self.config.is_tied else "lm_head.projection.weight"),
+            *(WeightRule(pattern, target, part) for pattern, target, part in shards),
+            *(WeightRule(name, name) for name in unchanged),
+        ]
+
+    def holds(self, parameter: str) -> bool:
+        """False for parameters of the whole model that other stages hold."""
+        parts = parameter.split(".")
+        if parts[:2] == ["model", "layers"]:
+            is_layer = parts[2].isdecimal() and int(parts[2]) < self.config.num_layers
+            return parts[2] in self.model.layers or not is_layer
+        if parts[:2] == ["model", "embed_tokens"]:
+            return self.model.embed_tokens is not None
+        return self.stage.has_head

@@ -1,0 +1,121 @@
+"""What the dense decoder family reads from a configuration, as one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint_models.config_fields import ConfigFields
+from hardpoint_torch_runtime.layers import RopeParameters
+
+__all__ = ["DecoderConfig", "DecoderVariant"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderVariant:
+    """How members of the family differ. Fields are None where the configuration decides."""
+
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    has_sliding_window: bool = False
+    default_theta: float = 10000.0
+    default_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    norm_eps: float
+    is_tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeParameters
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], architecture: str, variant: DecoderVariant) -> DecoderConfig:
+        """Raises ``ModelFormatError`` for absent or malformed fields, ``UnsupportedModelError`` for features this
+        family does not compute."""
+        fields = ConfigFields(config, architecture)
+        fields.require("hidden_act", ("silu", "swish"), "silu")
+        fields.require("pretraining_tp", (1,), 1)
+        hidden_size = fields.integer("hidden_size")
+        num_heads = fields.integer("num_attention_heads")
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelFormatError(
+                f"{architecture}: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+            )
+        num_layers = fields.integer("num_hidden_layers")
+        attention_bias = fields.flag("attention_bias", False)
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=fields.integer("head_dim", hidden_size // num_heads),
+            vocab_size=fields.integer("vocab_size"),
+            norm_eps=fields.number("rms_norm_eps", variant.default_eps),
+            is_tied=fields.flag("tie_word_embeddings", False),
+            qkv_bias=attention_bias if variant.qkv_bias is None else variant.qkv_bias,
+            output_bias=attention_bias if variant.output_bias is None else variant.output_bias,
+            mlp_bias=fields.flag("mlp_bias", False) if variant.mlp_bias is None else variant.mlp_bias,
+            qk_norm=variant.qk_norm,
+            rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **_present(config)}),
+            windows=_windows(fields, num_layers) if variant.has_sliding_window else (None,) * num_layers,
+        )
+
+
+def _present(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Per layer, from ``layer_types`` if given, else from the older switches."""
+    if fields.raw.get("sliding_window") is None or not fields.flag("use_sliding_window", True):
+        return (None,) * num_layers
+    window = fields.integer("sliding_window")
+    layer_types = fields.raw.get("layer_types")
+    if layer_types is not None:
+        return tuple(
+            _layer_window(fields, kind, window) for kind in _checked_layer_types(fields, layer_types, num_layers)
+        )
+    if fields.raw.get("use_sliding_window") is None:
+        return (window,) * num_layers
+    # Where the switch exists, only layers from max_window_layers on are windowed.
+    first = fields.raw.get("max_window_layers") or 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _checked_layer_types(fields: ConfigFields, layer_types: Any, num_layers: int) -> Sequence[str]:
+    if not isinstance(layer_types, list | tuple) or len(layer_types) != num_layers:
+        raise ModelFormatError(
+            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {layer_types!r}"
+        )
+    return layer_types
+
+
+def _layer_window(fields: ConfigFields, kind: str, window: int) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention":
+        return window
+    raise UnsupportedModelError(
+        f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: 'full_attention', "
+        "'sliding_attention'"
+    )
