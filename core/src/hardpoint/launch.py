@@ -49,8 +49,10 @@ class Launch:
     artifact: ModelArtifact
 
 
-def plugin_selection(config: AppConfig, engine: EngineConfig, environ: dict[str, str]) -> PluginSelection:
-    """What the configuration asks of plugins. Unset choices stay open for the platform."""
+def plugin_selection(
+    config: AppConfig, engine: EngineConfig, environ: dict[str, str], *, serves: bool
+) -> PluginSelection:
+    """What the configuration asks of plugins. Unset choices stay open for the platform; only servers ask for routes."""
     execution, cache, model = engine.execution, engine.cache, engine.model
     named = {
         "platform": execution.platform,
@@ -64,7 +66,7 @@ def plugin_selection(config: AppConfig, engine: EngineConfig, environ: dict[str,
     return PluginSelection.from_environment(
         environ,
         allow=policy.allow,
-        endpoints=config.server.endpoints,
+        endpoints=config.server.endpoints if serves else (),
         choices={kind: name for kind, name in named.items() if name is not None},
         defaults={
             "scheduler": engine.scheduler.scheduler,
@@ -80,12 +82,17 @@ def plugin_selection(config: AppConfig, engine: EngineConfig, environ: dict[str,
 def start_runtime(
     config: AppConfig, engine: EngineConfig, environ: dict[str, str], roles: frozenset[ProcessRole]
 ) -> PluginRuntime:
-    """Plan, choose and create the platform, and take this process's share."""
+    """Plan, choose and create the platform, and take this process's share.
+
+    A process that is not the engine itself serves: only it may open routes.
+    """
     installed = discover()
-    plan = build_plan(installed, plugin_selection(config, engine, environ))
+    serves = ProcessRole.ENGINE not in roles
+    plan = build_plan(installed, plugin_selection(config, engine, environ, serves=serves))
     choice = select_platform(plan, engine.execution.platform, installed=installed)
     reason = "; ".join(f"{name}: {probe.status} ({probe.reason})" for name, probe in choice.probes)
-    plan = plan.choose("platform", choice.name, SelectedBy.DEFAULT, reason)
+    selected_by = SelectedBy.DEFAULT if engine.execution.platform is None else SelectedBy.NAMED
+    plan = plan.choose("platform", choice.name, selected_by, reason)
     for notice in plan.notices:
         _logger.info("%s", notice)
     runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
@@ -113,7 +120,7 @@ def prepare(
     loader, info = _describe_model(runtime, engine, artifact)
     tokenizer = _find_tokenizer(runtime, artifact)
     settings = _settle(runtime, engine, info)
-    plan = _final_plan(runtime.plan, settings, loader)
+    plan = msgspec.structs.replace(_final_plan(runtime.plan, settings, loader), tasks=info.tasks)
     runtime.plan = plan
     limits = _limits(engine, settings, info)
     spec = EngineSpec(
