@@ -1,0 +1,173 @@
+"""GGUF architectures as data: how each one's metadata, tensor names and stored layout map to Hugging Face's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hardpoint.errors import UnsupportedModelError
+
+
+class Transform(Enum):
+    """What must be undone when a tensor is read. Row permutations also apply to packed rows; sums need values."""
+
+    UNPERMUTE_QUERY = "unpermute-query"
+    UNPERMUTE_KEY = "unpermute-key"
+    SUBTRACT_ONE = "subtract-one"
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataField:
+    """Metadata ``<architecture>.<key>`` becomes config field ``name``; a required one has no default."""
+
+    key: str
+    name: str
+    kind: type
+    required: bool = False
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """One row of the table.
+
+    Attributes:
+        gguf: value of ``general.architecture``.
+        architecture: plugin name of kind ``model``.
+        model_type: the Hugging Face family name.
+        stems: tensor stem to Hugging Face stem; ``blk.N.`` becomes ``model.layers.N.``.
+        transforms: by tensor stem.
+        constants: config fields the format leaves to the architecture.
+        head_dim_keys: metadata keys that give ``head_dim``, first match; otherwise hidden size over heads.
+    """
+
+    gguf: str
+    architecture: str
+    model_type: str
+    stems: Mapping[str, str]
+    fields: tuple[MetadataField, ...]
+    transforms: Mapping[str, Transform] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    head_dim_keys: tuple[str, ...] = ("attention.key_length",)
+
+
+_DECODER_FIELDS = (
+    MetadataField("embedding_length", "hidden_size", int, required=True),
+    MetadataField("block_count", "num_hidden_layers", int, required=True),
+    MetadataField("feed_forward_length", "intermediate_size", int, required=True),
+    MetadataField("attention.head_count", "num_attention_heads", int, required=True),
+    MetadataField("attention.head_count_kv", "num_key_value_heads", int),
+    MetadataField("context_length", "max_position_embeddings", int, required=True),
+    MetadataField("attention.layer_norm_rms_epsilon", "rms_norm_eps", float, required=True),
+    MetadataField("rope.freq_base", "rope_theta", float, default=10_000.0),
+    MetadataField("attention.sliding_window", "sliding_window", int),
+)
+
+_DECODER_STEMS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_q": "self_attn.q_proj",
+    "blk.attn_k": "self_attn.k_proj",
+    "blk.attn_v": "self_attn.v_proj",
+    "blk.attn_output": "self_attn.o_proj",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_gate": "mlp.gate_proj",
+    "blk.ffn_up": "mlp.up_proj",
+    "blk.ffn_down": "mlp.down_proj",
+}
+_QK_NORM_STEMS = {"blk.attn_q_norm": "self_attn.q_norm", "blk.attn_k_norm": "self_attn.k_norm"}
+_GEMMA3_STEMS = _DECODER_STEMS | _QK_NORM_STEMS | {
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.ffn_norm": "pre_feedforward_layernorm",
+    "blk.post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+# Gemma scales by one plus the weight; the file stores the sum.
+_GEMMA3_NORMS = {stem: Transform.SUBTRACT_ONE for stem in _GEMMA3_STEMS if stem.endswith("_norm")}
+
+_SILU = {"hidden_act": "silu"}
+_ROWS = (
+    GgufArchitecture(
+        gguf="llama",
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        stems=_DECODER_STEMS,
+        fields=_DECODER_FIELDS,
+        # The file pairs neighboring rows for its rotary embedding; Hugging Face pairs the two halves of a head.
+        transforms={"blk.attn_q": Transform.UNPERMUTE_QUERY, "blk.attn_k": Transform.UNPERMUTE_KEY},
+        constants=_SILU | {"mlp_bias": False},
+        head_dim_keys=("attention.key_length", "rope.dimension_count"),
+    ),
+    GgufArchitecture(
+        gguf="qwen2",
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        stems=_DECODER_STEMS,
+        fields=_DECODER_FIELDS,
+        constants=_SILU,
+    ),
+    GgufArchitecture(
+        gguf="qwen3",
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        stems=_DECODER_STEMS | _QK_NORM_STEMS,
+        fields=_DECODER_FIELDS,
+        constants=_SILU,
+    ),
+    GgufArchitecture(
+        gguf="gemma3",
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        stems=_GEMMA3_STEMS,
+        fields=tuple(
+            MetadataField(f.key, f.name, f.kind, f.required, 1_000_000.0) if f.name == "rope_theta" else f
+            for f in _DECODER_FIELDS
+        ),
+        transforms=_GEMMA3_NORMS,
+        constants={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window_pattern": 6,
+        },
+    ),
+)
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {row.gguf: row for row in _ROWS}
+
+# Tensors that carry no weights: rotary tables, which the configuration expresses instead.
+IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
+_TENSOR_NAME = re.compile(r"(?:(blk)\.(\d{1,6})\.)?([a-z0-9_]+)\.(weight|bias)")
+
+
+def find_architecture(name: object, path: str) -> GgufArchitecture:
+    """Raises ``UnsupportedModelError`` naming the file and the known architectures."""
+    row = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise UnsupportedModelError(
+            f"{path}: GGUF architecture {name!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class MappedName:
+    """Hugging Face name of a stored tensor and what to undo when reading it."""
+
+    name: str
+    transform: Transform | None
+
+
+def map_tensor_name(row: GgufArchitecture, stored: str, path: str) -> MappedName:
+    """Raises ``UnsupportedModelError`` naming the tensor when the architecture has no such part."""
+    match = _TENSOR_NAME.fullmatch(stored)
+    stem = f"blk.{match[3]}" if match and match[1] else match[3] if match else ""
+    target = row.stems.get(stem)
+    if match is None or target is None:
+        raise UnsupportedModelError(
+            f"{path}: tensor {stored!r} is not part of the architecture {row.gguf!r} as known here"
+        )
+    prefix = f"model.layers.{int(match[2])}." if match[1] else ""
+    return MappedName(f"{prefix}{target}.{match[4]}", row.transforms.get(stem))

@@ -1,0 +1,1 @@
+"""Tokenizer providers over the ``tokenizers`` library."""

@@ -1,0 +1,132 @@
+"""One tokenizer over the ``tokenizers`` library, whatever file it was built from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tokenizers import Tokenizer as Backend
+
+from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer
+from hardpoint_model_io.tokenizers.decoding import RecoveringStream, Utf8Stream, VocabularyKind, spelled_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a provider learns besides the pipeline itself. ``special_tokens`` maps roles (``bos_token``) to text."""
+
+    kind: VocabularyKind
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+class FastTokenizer(Tokenizer):
+    """Encoding and decoding are the library's; both release the interpreter lock and are thread-safe."""
+
+    def __init__(self, backend: Backend, facts: TokenizerFacts) -> None:
+        self._backend = backend
+        self._facts = facts
+        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        # Built once per tokenizer (R6.72): added tokens spell their own text in every kind of vocabulary.
+        added = backend.get_added_tokens_decoder()
+        self._added_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_texts = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._role_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._role_id("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._facts.chat_template
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return dict(self._facts.special_tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        if not parse_special and self._spells_added(text):
+            return self._encode_plain(text, add_special_tokens)
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
+        if self._facts.kind is VocabularyKind.BYTE_LEVEL:
+            return Utf8Stream(self._visible_bytes if skip_special_tokens else self.token_bytes, prompt_ids)
+        return RecoveringStream(self._backend, prompt_ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if (added := self._added_bytes.get(token_id)) is not None:
+            return added
+        if not 0 <= token_id < 1 << 32:
+            return b""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else spelled_bytes(token, self._facts.kind)
+
+    def _visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
+
+    def _role_id(self, role: str) -> int | None:
+        text = self._facts.special_tokens.get(role)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _spells_added(self, text: str) -> bool:
+        return self._added_pattern is not None and self._added_pattern.search(text) is not None
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str] | None:
+        """Any added token's text. Alternatives are literal, so matching is linear."""
+        texts = [re.escape(text) for text in self._added_texts if text]
+        return re.compile("|".join(texts)) if texts else None
+
+    @cached_property
+    def _plain_backend(self) -> Backend:
+        """The same pipeline without added tokens; it shares the vocabulary, so it costs nothing to make."""
+        plain = Backend(self._backend.model)
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        return plain
+
+    def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = list(self._plain_backend.encode(text, add_special_tokens=False).ids)
+        if not self._special_ids.isdisjoint(ids):
+            ids = self._encode_split(text)
+        if not add_special_tokens:
+            return ids
+        # The frame (BOS and the like) is what the post-processor puts around nothing.
+        before, after = self._frame
+        return [*before, *ids, *after]
+
+    def _encode_split(self, text: str) -> list[int]:
+        """For a vocabulary that would find a control token whole: cut each such text after its first character."""
+        ids: list[int] = []
+        start = 0
+        for match in self._added_pattern.finditer(text) if self._added_pattern else ():
+            ids += self._plain_backend.encode(text[start : match.start() + 1], add_special_tokens=False).ids
+            start = match.start() + 1
+        ids += self._plain_backend.encode(text[start:], add_special_tokens=False).ids
+        return [token_id for token_id in ids if token_id not in self._special_ids]
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        probe = self._backend.encode("a", add_special_tokens=True)
+        inner = [index for index, is_special in enumerate(probe.special_tokens_mask) if not is_special]
+        return list(probe.ids[: inner[0]]), list(probe.ids[inner[-1] + 1 :])

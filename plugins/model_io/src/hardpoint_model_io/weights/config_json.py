@@ -1,0 +1,112 @@
+"""A model's description from ``config.json`` and ``generation_config.json``. Code the files refer to is never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
+from hardpoint_model_io.files import confined_path, read_json_object
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+MAX_VALUE = 1 << 31
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+_GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> ModelInfo:
+    """``dtype``: storage dtype found in the weights, or None to take it from the configuration.
+
+    Raises ``ModelFormatError`` naming the file and field.
+    """
+    if CONFIG not in artifact.files:
+        raise ModelFormatError(
+            f"{artifact.root}/{CONFIG} is missing; a model folder needs it beside its weights, download it as well"
+        )
+    path = str(confined_path(artifact.root, CONFIG))
+    config = read_json_object(confined_path(artifact.root, CONFIG))
+    generation = {}
+    if GENERATION in artifact.files:
+        generation = read_json_object(confined_path(artifact.root, GENERATION))
+    text = _text_config(config, path)
+    # One spelling for model code: the newer files nest the rotary settings.
+    _flatten_rope(text)
+    vocab_size = _positive(text, ("vocab_size",), path)
+    bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
+    architecture = _architecture(config, path)
+    return ModelInfo(
+        artifact=artifact,
+        architecture=architecture,
+        config=config,
+        max_position=_positive(text, _POSITION_KEYS, path),
+        vocab_size=vocab_size,
+        dtype=dtype or _config_dtype(config, text),
+        loader=loader,
+        eos_token_ids=_end_tokens(generation, config, text, vocab_size, artifact.root),
+        bos_token_id=bos[0] if bos else None,
+        generation=generation,
+        tasks=("generate",) if architecture.endswith(_GENERATIVE_SUFFIXES) else ("embed",),
+    )
+
+
+def _architecture(config: Mapping[str, Any], path: str) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UnsupportedModelError(f"{path}: 'architectures' is {names!r}, but must name the model's architecture")
+    return names[0]
+
+
+def _text_config(config: dict[str, Any], path: str) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ModelFormatError(f"{path}: 'text_config' must be an object")
+    return text
+
+
+def _flatten_rope(config: dict[str, Any]) -> None:
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        return
+    if "rope_theta" in parameters:
+        config.setdefault("rope_theta", parameters["rope_theta"])
+    if parameters.get("rope_type", "default") != "default":
+        config.setdefault("rope_scaling", {key: value for key, value in parameters.items() if key != "rope_theta"})
+
+
+def _positive(config: Mapping[str, Any], keys: tuple[str, ...], path: str) -> int:
+    for key in keys:
+        value = config.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_VALUE:
+                raise ModelFormatError(f"{path}: {key!r} is {json.dumps(value)[:80]}, but must be a positive number")
+            return value
+    raise ModelFormatError(f"{path}: none of the fields {', '.join(keys)} is set; the file is incomplete")
+
+
+def _config_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    for source in (text, config):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(value := source.get(key), str):
+                return value.removeprefix("torch.")
+    return "float32"
+
+
+def _end_tokens(
+    generation: Mapping[str, Any], config: Mapping[str, Any], text: Mapping[str, Any], vocab_size: int, root: str
+) -> tuple[int, ...]:
+    """Generation config first, then config: each id once, in that order."""
+    found: list[int] = []
+    for source, name in ((generation, GENERATION), (config, CONFIG), (text, CONFIG)):
+        found += _token_ids(source.get("eos_token_id"), "eos_token_id", vocab_size, f"{root}/{name}")
+    return tuple(dict.fromkeys(found))
+
+
+def _token_ids(value: Any, key: str, vocab_size: int, path: str) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ModelFormatError(f"{path}: {key!r} holds {token!r}, not an id below the vocabulary size {vocab_size}")
+    return list(ids)

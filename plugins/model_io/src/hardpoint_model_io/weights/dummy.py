@@ -1,0 +1,123 @@
+"""Weight loader ``dummy``: reproducible pseudo-random weights for a ``config.json``, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model_source import (
+    ModelArtifact,
+    ModelInfo,
+    WeightLoader,
+    WeightLoaderContext,
+    WeightTensor,
+)
+from hardpoint.interfaces.plugin import plugin
+from hardpoint_model_io.weights.config_json import describe_config
+
+Shape = tuple[int, ...]
+
+# Decoders of one layout; the value tells whether query and key are normalized and whether q, k, v carry a bias.
+_SUPPORTED: Mapping[str, tuple[bool, bool]] = {
+    "LlamaForCausalLM": (False, False),
+    "MistralForCausalLM": (False, False),
+    "Qwen2ForCausalLM": (False, True),
+    "Qwen3ForCausalLM": (True, False),
+}
+
+
+class DummyOptions(BaseModel):
+    """``seed`` and tensor name determine every value; ``scale`` is the standard deviation of matrices."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int = Field(default=0, ge=0)
+    scale: float = Field(default=0.02, gt=0)
+
+
+class DummyWeightLoader(WeightLoader):
+    """Used only when named: :meth:`accepts` is False for every artifact, so that no automatic choice lands here."""
+
+    def __init__(self, options: DummyOptions) -> None:
+        self._options = options
+
+    def accepts(self, artifact: ModelArtifact) -> bool:
+        return False
+
+    def describe(self, artifact: ModelArtifact) -> ModelInfo:
+        info = describe_config(artifact, "dummy", None)
+        tensor_shapes(info)
+        return info
+
+    def num_bytes(self, info: ModelInfo) -> int:
+        return 4 * sum(prod(shape) for shape in tensor_shapes(info).values())
+
+    def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
+        for name, shape in tensor_shapes(info).items():
+            if name.endswith("norm.weight"):
+                data = np.ones(shape, dtype=np.float32)
+            else:
+                generator = np.random.default_rng((self._options.seed, zlib.crc32(name.encode())))
+                data = generator.standard_normal(shape, dtype=np.float32) * np.float32(self._options.scale)
+            yield WeightTensor(name, "float32", shape, data)
+
+
+def tensor_shapes(info: ModelInfo) -> dict[str, Shape]:
+    """Names and shapes of a decoder's tensors, from its configuration alone.
+
+    Raises ``UnsupportedModelError`` for other architectures, ``ModelFormatError`` naming a missing or bad field.
+    """
+    if info.architecture not in _SUPPORTED:
+        raise UnsupportedModelError(
+            f"dummy weights exist for {', '.join(_SUPPORTED)}, not for {info.architecture!r}; use real weights"
+        )
+    normalizes, has_bias = _SUPPORTED[info.architecture]
+    config, origin = info.config, info.artifact.root
+    hidden = _size(config, "hidden_size", origin)
+    heads = _size(config, "num_attention_heads", origin)
+    head_dim = _size(config, "head_dim", origin, hidden // heads)
+    query, key_value = heads * head_dim, _size(config, "num_key_value_heads", origin, heads) * head_dim
+    wide = _size(config, "intermediate_size", origin)
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+    }
+    if normalizes:
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    if has_bias or config.get("attention_bias"):
+        layer |= {f"self_attn.{part}_proj.bias": layer[f"self_attn.{part}_proj.weight"][:1] for part in "qkv"}
+    if config.get("attention_bias") and not has_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (info.vocab_size, hidden)}
+    for index in range(_size(config, "num_hidden_layers", origin)):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (info.vocab_size, hidden)
+    return shapes
+
+
+def _size(config: Mapping[str, Any], key: str, origin: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+        raise ModelFormatError(f"{origin}/config.json: {key!r} is {value!r}, but must be a positive number")
+    return value
+
+
+@plugin("weight_loader", options=DummyOptions)
+def create(ctx: WeightLoaderContext, options: DummyOptions) -> WeightLoader:
+    return DummyWeightLoader(options)

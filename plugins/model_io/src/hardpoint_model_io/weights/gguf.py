@@ -1,0 +1,124 @@
+"""Weight loader ``gguf``: describes a GGUF file and yields its tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from hardpoint.errors import ModelFormatError
+from hardpoint.interfaces.model_source import (
+    ModelArtifact,
+    ModelInfo,
+    WeightLoader,
+    WeightLoaderContext,
+    WeightTensor,
+)
+from hardpoint.interfaces.plugin import NoOptions, plugin
+from hardpoint_model_io.files import confined_path, starts_with
+from hardpoint_model_io.formats.gguf import MAGIC, GgufFile, GgufTensor, read_gguf
+from hardpoint_model_io.formats.gguf_config import build_config, token_id
+from hardpoint_model_io.formats.gguf_dequant import dequantize
+from hardpoint_model_io.formats.gguf_names import (
+    IGNORED_TENSORS,
+    GgufArchitecture,
+    MappedName,
+    Transform,
+    find_architecture,
+    map_tensor_name,
+)
+from hardpoint_model_io.formats.gguf_vocabulary import end_token_ids
+
+_PLAIN_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+class GgufWeightLoader(WeightLoader):
+    """``packed`` yields blocks as stored (uint8 ``[rows, bytes per row]``); otherwise they become float32.
+
+    Plain tensors (float32, float16, bfloat16 as uint16) are views of the file in both cases.
+    """
+
+    def __init__(self, packed: bool = False) -> None:
+        self._packed = packed
+
+    def accepts(self, artifact: ModelArtifact) -> bool:
+        """A single file beginning with the GGUF magic number."""
+        return len(artifact.files) == 1 and starts_with(confined_path(artifact.root, artifact.files[0]), MAGIC)
+
+    def describe(self, artifact: ModelArtifact) -> ModelInfo:
+        file, row = _open(artifact)
+        config = build_config(file, row)
+        for name in file.tensors:
+            if name not in IGNORED_TENSORS:
+                map_tensor_name(row, name, file.path)
+        return ModelInfo(
+            artifact=artifact,
+            architecture=row.architecture,
+            config=config,
+            max_position=config["max_position_embeddings"],
+            vocab_size=config["vocab_size"],
+            dtype=_dominant_dtype(file),
+            loader="gguf",
+            eos_token_ids=end_token_ids(file),
+            bos_token_id=token_id(file, "bos_token_id"),
+        )
+
+    def num_bytes(self, info: ModelInfo) -> int:
+        file, _ = _open(info.artifact)
+        return sum(tensor.num_bytes for name, tensor in file.tensors.items() if name not in IGNORED_TENSORS)
+
+    def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
+        file, row = _open(info.artifact)
+        for stored in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+            if stored.name in IGNORED_TENSORS:
+                continue
+            mapped = map_tensor_name(row, stored.name, file.path)
+            yield _read_tensor(file, stored, mapped, info, self._packed)
+
+
+def _open(artifact: ModelArtifact) -> tuple[GgufFile, GgufArchitecture]:
+    if len(artifact.files) != 1:
+        raise ModelFormatError(f"{artifact.root}: a GGUF model is one file, not {len(artifact.files)}")
+    file = read_gguf(confined_path(artifact.root, artifact.files[0]))
+    return file, find_architecture(file.metadata.get("general.architecture"), file.path)
+
+
+def _dominant_dtype(file: GgufFile) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        sizes[tensor.type.storage_name] += tensor.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"
+
+
+def _read_tensor(file: GgufFile, stored: GgufTensor, mapped: MappedName, info: ModelInfo, packed: bool) -> WeightTensor:
+    kind, shape = stored.type, stored.shape
+    raw = file.raw(stored)
+    if mapped.transform in (Transform.UNPERMUTE_QUERY, Transform.UNPERMUTE_KEY):
+        key = "num_attention_heads" if mapped.transform is Transform.UNPERMUTE_QUERY else "num_key_value_heads"
+        raw = _unpermute(raw, shape[0], info.config[key], f"{file.path}: tensor {stored.name!r}")
+    if mapped.transform is Transform.SUBTRACT_ONE:
+        values = dequantize(raw, kind, shape) - np.float32(1)
+        return WeightTensor(mapped.name, "float32", shape, values)
+    if not kind.is_packed:
+        data = raw.view(_PLAIN_DTYPES[kind.storage_name]).reshape(shape)
+        return WeightTensor(mapped.name, kind.storage_name, shape, data)
+    if packed:
+        return WeightTensor(mapped.name, kind.storage_name, shape, raw, lambda: dequantize(raw, kind, shape))
+    return WeightTensor(mapped.name, "float32", shape, dequantize(raw, kind, shape))
+
+
+def _unpermute(raw: np.ndarray, num_rows: int, num_heads: int, origin: str) -> np.ndarray:
+    """Rows from interleaved rotary order (a0 b0 a1 b1 ...) to split halves (a0 a1 ... b0 b1 ...) within each head.
+
+    ``raw`` is uint8; its first axis, or its bytes for a vector, hold the rows. Whole rows move, so blocks stay intact.
+    """
+    if num_rows % (2 * num_heads):
+        raise ModelFormatError(f"{origin} has {num_rows} rows, which do not divide into {num_heads} heads of pairs")
+    paired = raw.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(raw.shape)
+
+
+@plugin("weight_loader", options=NoOptions)
+def create(ctx: WeightLoaderContext, options: NoOptions) -> WeightLoader:
+    return GgufWeightLoader(packed=ctx.packed)
