@@ -1,0 +1,109 @@
+"""Chooses the attention backend at start-up, so that no unsupported combination waits in the first forward (R5.5)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint.errors import ConfigError, ModelFormatError, PluginError
+from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.platform import DeviceDescription
+from hardpoint.interfaces.plugin import PluginAccess
+from hardpoint.interfaces.worker import WorkerConfig
+
+__all__ = ["AttentionChoice", "attention_need", "select_attention_backend"]
+
+_KIND = "attention_backend"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The chosen backend with the candidates refused before it, each with its reason."""
+
+    backend: AttentionBackend
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def table(self) -> str:
+        """One line per candidate looked at."""
+        return _table([*self.refused, (self.backend.name, "chosen")])
+
+
+def attention_need(config: WorkerConfig, device: DeviceDescription) -> AttentionNeed:
+    """What this rank's attention layers will ask for, from the model's configuration.
+
+    Raises ``ModelFormatError`` when head counts are missing or do not fit.
+    """
+    fields = config.model.config
+    heads = _count(fields, "num_attention_heads")
+    kv_heads = _count(fields, "num_key_value_heads", heads)
+    head_size = _count(fields, "head_dim", max(1, _count(fields, "hidden_size") // heads))
+    ranks = config.parallel.tensor_parallel_size
+    uses_window = fields.get("use_sliding_window", True)
+    return AttentionNeed(
+        num_heads=max(1, heads // ranks),
+        num_kv_heads=max(1, kv_heads // ranks),
+        head_size=head_size,
+        dtype=config.dtype,
+        kv_cache_dtype=config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        device=device,
+        block_size=config.block_size,
+        sliding_window=fields.get("sliding_window") if uses_window else None,
+        logits_soft_cap=fields.get("attn_logit_softcapping"),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def select_attention_backend(
+    plugins: PluginAccess,
+    candidates: Sequence[str],
+    need: AttentionNeed,
+    *,
+    forced: str | None = None,
+    logger: logging.Logger | None = None,
+) -> AttentionChoice:
+    """The first candidate that accepts ``need``; with ``forced`` that one and no other.
+
+    Raises ``ConfigError`` naming every candidate's reason when none is left, or the reason of the forced one. A forced
+    backend that is not installed or fails to load raises its ``PluginError``.
+    """
+    refused: list[tuple[str, str]] = []
+    for name in (forced,) if forced is not None else candidates:
+        try:
+            backend = plugins.create(_KIND, name, plugins.context(_KIND, name))
+        except PluginError as error:
+            if forced is not None:
+                raise
+            refused.append((name, str(error)))
+            continue
+        reason = backend.refuse(need)
+        if reason is None:
+            choice = AttentionChoice(backend, tuple(refused))
+            if logger is not None:
+                logger.info("attention backend:\n%s", choice.table())
+            return choice
+        refused.append((name, reason))
+    if forced is not None:
+        raise ConfigError(
+            f"attention backend {forced!r} was asked for but refuses: {refused[0][1]}; choose another one with "
+            f"--attention-backend, or leave it unset for an automatic choice"
+        )
+    raise ConfigError(
+        f"no attention backend can serve this model on {need.device.name}:\n{_table(refused)}\n"
+        f"installed: {', '.join(plugins.names(_KIND)) or 'none'}; name one with --attention-backend"
+    )
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {reason}" for name, reason in rows) or "  no candidates"
+
+
+def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFormatError(f"the model's configuration has {name} = {value!r}; a positive whole number is needed")
+    return value

@@ -1,0 +1,104 @@
+"""From a worker's configuration to a model with weights, all of it through plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+
+from hardpoint.errors import ConfigError, PluginNotFoundError, UnsupportedModelError
+from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.model import Model, ModelContext, StageRange
+from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
+from hardpoint.interfaces.plugin import PluginAccess, PluginContext
+from hardpoint.interfaces.quantization import QuantizationMethod
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.weights import WeightReport, load_weights
+
+__all__ = ["DTYPES", "LoadedModel", "load_model", "torch_dtype"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ContextT = TypeVar("ContextT", bound=PluginContext)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``toolkit`` knows the attention layers the model created."""
+
+    model: Model
+    toolkit: LayerToolkit
+    report: WeightReport
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The compute dtype by name. Raises ``ConfigError`` for any other."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown to the torch worker; allowed for --dtype: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(
+    plugins: PluginAccess, config: WorkerConfig, backend: AttentionBackend, device: torch.device
+) -> LoadedModel:
+    """Create the architecture's model and fill it.
+
+    Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
+    fit, ``ConfigError`` for a quantization method that refuses.
+    """
+    quantization = _quantization(plugins, config, device)
+    toolkit = LayerToolkit.create(
+        config,
+        device=device,
+        dtype=torch_dtype(config.dtype),
+        attention_backend=backend,
+        quantization=quantization,
+    )
+    model = _create_model(plugins, config, toolkit)
+    loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))
+    report = load_weights(model, loader, config.model, show_progress=config.show_progress, rank=config.parallel.rank)
+    if isinstance(model, torch.nn.Module):
+        model.eval().requires_grad_(False)
+    return LoadedModel(model, toolkit, report)
+
+
+def extend_context(context_class: type[ContextT], base: PluginContext, **extra: Any) -> ContextT:
+    """A kind's own context from the plain one."""
+    common = {entry.name: getattr(base, entry.name) for entry in fields(PluginContext)}
+    return context_class(**common, **extra)
+
+
+def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:
+    architecture = config.model.architecture
+    num_layers = config.model.config.get("num_hidden_layers")
+    stage = StageRange(0, num_layers) if isinstance(num_layers, int) else None
+    try:
+        base = plugins.context("model", architecture)
+        context = extend_context(ModelContext, base, config=config, stage=stage, layers=toolkit)
+        model: Model = plugins.create("model", architecture, context)
+    except PluginNotFoundError as error:
+        raise UnsupportedModelError(
+            f"no installed plugin runs the architecture {architecture!r} of {config.model.artifact.name!r}; installed: "
+            f"{', '.join(sorted(plugins.names('model'))) or 'none'}. Install a distribution that provides it"
+        ) from error
+    return model
+
+
+def _weight_loader(plugins: PluginAccess, config: WorkerConfig, *, packed: bool) -> WeightLoader:
+    name = config.model.loader
+    context = extend_context(WeightLoaderContext, plugins.context("weight_loader", name), packed=packed)
+    loader: WeightLoader = plugins.create("weight_loader", name, context)
+    return loader
+
+
+def _quantization(plugins: PluginAccess, config: WorkerConfig, device: torch.device) -> QuantizationMethod | None:
+    if config.quantization is None:
+        return None
+    name = config.quantization
+    method: QuantizationMethod = plugins.create("quantization", name, plugins.context("quantization", name))
+    reason = method.refuse(config.model, device.type)
+    if reason is not None:
+        raise ConfigError(f"quantization {name!r} refuses this model: {reason}; choose another with --quantization")
+    return method

@@ -1,0 +1,1 @@
+"""The model runner: persistent state by slot, input preparation, forward, outputs."""

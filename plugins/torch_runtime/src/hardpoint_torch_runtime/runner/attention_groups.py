@@ -1,0 +1,124 @@
+"""Layers by KV cache group: which backend builder serves them, and what each layer finds in the forward context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces.attention import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    BlockSizeRule,
+    CommonAttentionMetadata,
+)
+from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec
+from hardpoint.interfaces.step import SchedulerOutput
+from hardpoint_torch_runtime.runner.input_batch import InputBatch
+
+__all__ = ["AttentionGroup", "AttentionGroups", "choose_kernel_block_size"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """One KV cache group: layers that share a block table and therefore one metadata object."""
+
+    layer_names: tuple[str, ...]
+    block_size: int
+    kernel_block_size: int
+    builder: AttentionMetadataBuilder
+
+    @property
+    def kernel_blocks(self) -> int:
+        return self.block_size // self.kernel_block_size
+
+
+class AttentionGroups:
+    """All groups of a KV cache plan, in its order."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        specs: Mapping[str, KVCacheSpec],
+        backend: AttentionBackend,
+        rule: BlockSizeRule,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        groups = []
+        for planned in config.groups:
+            spec = specs[planned.layer_names[0]]
+            if not isinstance(spec, AttentionSpec):
+                raise ConfigError(
+                    f"layer {planned.layer_names[0]!r} keeps {type(spec).__name__} state, which this worker cannot run"
+                )
+            kernel_size = choose_kernel_block_size(spec.block_size, rule, backend.name)
+            builder = backend.create_builder(spec, planned.layer_names, max_rows, max_tokens, device)
+            groups.append(AttentionGroup(planned.layer_names, spec.block_size, kernel_size, builder))
+        self.groups = tuple(groups)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        return tuple(group.block_size for group in self.groups)
+
+    @property
+    def kernel_blocks(self) -> tuple[int, ...]:
+        return tuple(group.kernel_blocks for group in self.groups)
+
+    @property
+    def kernel_block_size_by_layer(self) -> dict[str, int]:
+        return {name: group.kernel_block_size for group in self.groups for name in group.layer_names}
+
+    @property
+    def reorder_threshold(self) -> int | None:
+        """The smallest threshold any builder asks for; None when all take rows in any order."""
+        thresholds = [group.builder.reorder_threshold for group in self.groups]
+        return min((threshold for threshold in thresholds if threshold is not None), default=None)
+
+    def build(self, batch: InputBatch, step: SchedulerOutput) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Metadata and slot mapping by layer name; layers of one group get the same objects (R4.51)."""
+        metadata: dict[str, Any] = {}
+        mappings: dict[str, torch.Tensor] = {}
+        for index, group in enumerate(self.groups):
+            built = group.builder.build(self._common(batch, step, index))
+            metadata.update(dict.fromkeys(group.layer_names, built))
+            mappings.update(dict.fromkeys(group.layer_names, batch.slot_mappings[index]))
+        return metadata, mappings
+
+    def _common(self, batch: InputBatch, step: SchedulerOutput, index: int) -> CommonAttentionMetadata:
+        prefix_blocks = step.num_common_prefix_blocks[index] if index < len(step.num_common_prefix_blocks) else 0
+        return CommonAttentionMetadata(
+            num_rows=batch.num_rows,
+            num_tokens=batch.num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            block_table=batch.block_tables[index],
+            slot_mapping=batch.slot_mappings[index],
+            block_size=self.groups[index].kernel_block_size,
+            num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
+        )
+
+
+def choose_kernel_block_size(block_size: int, rule: BlockSizeRule, backend_name: str) -> int:
+    """The manager's block size if the backend takes it, else the largest accepted divisor.
+
+    Raises ``ConfigError`` when no divisor is accepted (R5.15).
+    """
+    for size in range(block_size, 0, -1):
+        if block_size % size == 0 and rule.accepts(size):
+            return size
+    allowed = [f"multiples of {rule.multiple_of}"] if rule.multiple_of else []
+    allowed += [str(size) for size in rule.exact]
+    raise ConfigError(
+        f"attention backend {backend_name!r} cannot work with blocks of {block_size} tokens; "
+        f"it accepts {' and '.join(allowed) or 'none'}: set --block-size accordingly"
+    )

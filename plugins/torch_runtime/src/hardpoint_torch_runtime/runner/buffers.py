@@ -1,0 +1,36 @@
+"""Arrays that the host fills and the device reads, allocated once so that their addresses never change (R4.55)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["StagedBuffer"]
+
+
+class StagedBuffer:
+    """A host array and its device tensor. On the CPU they are the same memory and :meth:`upload` copies nothing.
+
+    Attributes:
+        host: numpy array of ``shape``, written by the input preparation.
+        tensor: device tensor of the same shape and dtype.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if device.type == "cpu":
+            staging = torch.zeros(shape, dtype=dtype)
+            self.tensor = staging
+        else:
+            staging = torch.zeros(shape, dtype=dtype, pin_memory=True)
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._staging = staging
+        self.host: np.ndarray[Any, np.dtype[Any]] = staging.numpy()
+
+    def upload(self, length: int) -> torch.Tensor:
+        """Make the first ``length`` entries visible to the device; returns that slice of :attr:`tensor`."""
+        view = self.tensor[:length]
+        if self.tensor is not self._staging:
+            view.copy_(self._staging[:length])
+        return view

@@ -1,0 +1,196 @@
+"""From scheduled rows to the tensors of one forward. Vectorised over tokens; writes into persistent buffers.
+
+Legend: R rows, T tokens, B blocks per row. *Batch order* is the order of rows in the tensors; it differs from the
+step's order only where an attention backend wants decode rows first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
+from hardpoint.interfaces.request import Int32Array
+from hardpoint.interfaces.step import SchedulerOutput
+from hardpoint_torch_runtime.runner.buffers import StagedBuffer
+from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
+
+__all__ = ["UNWRITTEN_SLOT", "InputBatch", "InputBuilder"]
+
+UNWRITTEN_SLOT = -1
+"""Slot mapping entry of padding: cache writes skip it (R4.53)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """One step's inputs. Tensors are views of persistent buffers, valid until the next build.
+
+    Attributes:
+        step_rows: int64 [R], for each batch row its row in the step.
+        slots, num_computed, num_scheduled: int32 [R], batch order.
+        token_ids, positions: int64 [T'], where T' is ``num_tokens`` or the padded count.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R]; each with its host array.
+        block_tables: per KV group int32 [R', B]; rows beyond R hold the null block.
+        slot_mappings: per KV group int64 [T']; padding is -1.
+        sample_rows: int64 [S], batch rows that sample, ascending.
+        logits_indices: int64 [S], token index of each of them.
+    """
+
+    num_rows: int
+    num_tokens: int
+    step_rows: np.ndarray
+    slots: Int32Array
+    num_computed: Int32Array
+    num_scheduled: Int32Array
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_cpu: np.ndarray
+    max_query_len: int
+    max_seq_len: int
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: tuple[torch.Tensor, ...]
+    sample_rows: np.ndarray
+    logits_indices: torch.Tensor
+
+
+class InputBuilder:
+    """Owns the buffers; one per runner.
+
+    ``kernel_blocks`` gives, per KV group, how many kernel blocks one manager block is split into (R1.45).
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        max_tokens: int,
+        device: torch.device,
+        kernel_blocks: tuple[int, ...] | None = None,
+    ) -> None:
+        rows = state.num_slots
+        self._state = state
+        self._max_tokens = max_tokens
+        self._kernel_blocks = kernel_blocks or (1,) * len(state.tables)
+        self._token_ids = StagedBuffer((max_tokens,), torch.int64, device)
+        self._positions = StagedBuffer((max_tokens,), torch.int64, device)
+        self._query_start_loc = StagedBuffer((rows + 1,), torch.int32, device)
+        self._seq_lens = StagedBuffer((rows,), torch.int32, device)
+        self._logits_indices = StagedBuffer((rows,), torch.int64, device)
+        self._slot_mappings = [StagedBuffer((max_tokens,), torch.int64, device) for _ in state.tables]
+        self._block_tables = [
+            StagedBuffer((rows, table.max_blocks * ratio), torch.int32, device)
+            for table, ratio in zip(state.tables, self._kernel_blocks, strict=True)
+        ]
+        self._arange = np.arange(max_tokens, dtype=np.int64)
+
+    def build(
+        self,
+        step: SchedulerOutput,
+        *,
+        reorder_threshold: int | None = None,
+        pad_tokens: int | None = None,
+        pad_rows: int | None = None,
+    ) -> InputBatch:
+        """Prepare ``step``, whose rows must be in the slot state already.
+
+        ``reorder_threshold`` moves rows with at most that many tokens to the front, keeping their order otherwise.
+        ``pad_tokens`` and ``pad_rows`` (at least the real counts) define the buffers up to a captured shape.
+        Raises ``RuntimeError`` when the step has more tokens than the worker was sized for.
+        """
+        if step.num_tokens > self._max_tokens:
+            raise RuntimeError(
+                f"step {step.step_id} has {step.num_tokens} tokens, the worker was sized for {self._max_tokens}; "
+                "max_num_batched_tokens must be equal on both sides"
+            )
+        order = self._order(step, reorder_threshold)
+        slots, computed = step.slots[order], step.num_computed_tokens[order]
+        scheduled, samples = step.num_scheduled_tokens[order], step.samples[order]
+        num_rows, num_tokens = len(order), step.num_tokens
+        padded_tokens, padded_rows = pad_tokens or num_tokens, pad_rows or num_rows
+        starts = self._query_start_loc.host
+        starts[0] = 0
+        np.cumsum(scheduled, out=starts[1 : num_rows + 1])
+        starts[num_rows + 1 : padded_rows + 1] = num_tokens
+        seq_lens = self._seq_lens.host
+        np.add(computed, scheduled, out=seq_lens[:num_rows])
+        seq_lens[num_rows:padded_rows] = 0
+
+        token_slots, positions = self._tokens(slots, computed, scheduled, num_tokens, padded_tokens)
+        for group, table in enumerate(self._state.tables):
+            self._map_slots(group, table, token_slots, positions, padded_tokens)
+            self._fill_table(group, table, slots, seq_lens[:num_rows], padded_rows)
+        sample_rows = np.flatnonzero(samples)
+        self._logits_indices.host[: len(sample_rows)] = starts[1:][sample_rows] - 1
+        return InputBatch(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            step_rows=order,
+            slots=slots,
+            num_computed=computed,
+            num_scheduled=scheduled,
+            token_ids=self._token_ids.upload(padded_tokens),
+            positions=self._positions.upload(padded_tokens),
+            query_start_loc=self._query_start_loc.upload(padded_rows + 1),
+            query_start_loc_cpu=starts[: padded_rows + 1],
+            seq_lens=self._seq_lens.upload(padded_rows),
+            seq_lens_cpu=seq_lens[:padded_rows],
+            max_query_len=int(scheduled.max()),
+            max_seq_len=int(seq_lens[:num_rows].max()),
+            block_tables=tuple(table.upload(padded_rows) for table in self._block_tables),
+            slot_mappings=tuple(mapping.upload(padded_tokens) for mapping in self._slot_mappings),
+            sample_rows=sample_rows,
+            logits_indices=self._logits_indices.upload(len(sample_rows)),
+        )
+
+    def _order(self, step: SchedulerOutput, threshold: int | None) -> np.ndarray:
+        if threshold is None:
+            return self._arange[: step.num_rows]
+        return np.argsort(step.num_scheduled_tokens > threshold, kind="stable")
+
+    def _tokens(
+        self, slots: Int32Array, computed: Int32Array, scheduled: Int32Array, num_tokens: int, padded: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fill ids and positions; returns each token's slot and its position, int64 [T]."""
+        ids, positions = self._token_ids.host, self._positions.host
+        if num_tokens == len(slots):
+            # Pure decode, the steady state: one token per row.
+            token_slots = slots.astype(np.int64)
+            positions[:num_tokens] = computed
+        else:
+            token_slots = np.repeat(slots, scheduled).astype(np.int64)
+            first_token = self._query_start_loc.host[: len(slots)]
+            offsets = np.repeat(computed - first_token, scheduled)
+            np.add(self._arange[:num_tokens], offsets, out=positions[:num_tokens])
+        known = self._state.token_ids
+        ids[:num_tokens] = known.reshape(-1)[token_slots * known.shape[1] + positions[:num_tokens]]
+        ids[num_tokens:padded] = 0
+        positions[num_tokens:padded] = 0
+        return token_slots, positions[:num_tokens]
+
+    def _map_slots(
+        self, group: int, table: BlockTable, token_slots: np.ndarray, positions: np.ndarray, padded: int
+    ) -> None:
+        mapping = self._slot_mappings[group].host
+        num_tokens, size = len(token_slots), table.block_size
+        blocks, offsets = np.divmod(positions, size)
+        np.multiply(table.ids[token_slots, blocks], size, out=mapping[:num_tokens], casting="unsafe", dtype=np.int64)
+        mapping[:num_tokens] += offsets
+        mapping[num_tokens:padded] = UNWRITTEN_SLOT
+
+    def _fill_table(
+        self, group: int, table: BlockTable, slots: Int32Array, seq_lens: np.ndarray, padded_rows: int
+    ) -> None:
+        """Only the columns the longest row reaches are refreshed; nothing may look beyond a row's length."""
+        target, ratio = self._block_tables[group].host, self._kernel_blocks[group]
+        columns = min(-(-int(seq_lens.max()) // table.block_size), table.max_blocks)
+        rows = table.ids[slots, :columns]
+        if ratio == 1:
+            target[: len(slots), :columns] = rows
+        else:
+            split = rows[:, :, None] * ratio + np.arange(ratio, dtype=np.int32)
+            target[: len(slots), : columns * ratio] = split.reshape(len(slots), -1)
+        target[len(slots) : padded_rows] = NULL_BLOCK_ID

@@ -1,0 +1,49 @@
+"""Prompts given as embeddings instead of token ids, by slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.step import NewRow
+
+if TYPE_CHECKING:
+    from hardpoint.interfaces.model import Model
+    from hardpoint_torch_runtime.runner.input_batch import InputBatch
+
+__all__ = ["PromptEmbeddings"]
+
+
+class PromptEmbeddings:
+    """Empty for ordinary requests, and then free of cost."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, np.ndarray] = {}
+
+    def enter(self, row: NewRow) -> None:
+        self.drop(row.slot)
+        if row.prompt_embeds is not None:
+            self._by_slot[row.slot] = row.prompt_embeds
+
+    def drop(self, slot: int) -> None:
+        self._by_slot.pop(slot, None)
+
+    def for_batch(self, batch: InputBatch, model: Model) -> torch.Tensor | None:
+        """Embeddings [T', C] of the whole batch when any of its rows brings its own, else None."""
+        if not self._by_slot:
+            return None
+        embedded: torch.Tensor | None = None
+        for row, slot in enumerate(batch.slots.tolist()):
+            given = self._by_slot.get(slot)
+            first = int(batch.num_computed[row])
+            if given is None or first >= len(given):
+                continue
+            if embedded is None:
+                embedded = model.embed(batch.token_ids).clone()
+            last = min(first + int(batch.num_scheduled[row]), len(given))
+            start = int(batch.query_start_loc_cpu[row])
+            part = torch.from_numpy(np.ascontiguousarray(given[first:last]))
+            embedded[start : start + last - first] = part.to(embedded.device, embedded.dtype)
+        return embedded

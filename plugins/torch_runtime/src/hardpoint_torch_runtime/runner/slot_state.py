@@ -1,0 +1,149 @@
+"""What the worker remembers between steps, by slot: tokens, blocks, ownership. Struct of numpy arrays.
+
+Legend: N slots (``max_num_seqs``), L tokens per slot, B blocks per slot in one KV group. A slot keeps its place for the
+request's whole life in the batch, so nothing is ever condensed; the step's ``slots`` array picks the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
+from hardpoint.interfaces.request import BoolArray, Int32Array
+from hardpoint.interfaces.step import BlockUpdate, NewRow
+
+__all__ = ["BlockTable", "SlotState"]
+
+
+class BlockTable:
+    """Block ids of one KV group. ``ids`` int32 [N, B], null where a slot holds no block; ``counts`` int32 [N]."""
+
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.ids: Int32Array = np.full((num_slots, max_blocks), NULL_BLOCK_ID, dtype=np.int32)
+        self.counts: Int32Array = np.zeros(num_slots, dtype=np.int32)
+
+    @property
+    def max_blocks(self) -> int:
+        return self.ids.shape[1]
+
+    def replace(self, slot: int, block_ids: Int32Array) -> None:
+        self._check_width(len(block_ids), slot)
+        self.ids[slot, : len(block_ids)] = block_ids
+        self.ids[slot, len(block_ids) :] = NULL_BLOCK_ID
+        self.counts[slot] = len(block_ids)
+
+    def append(self, slots: Int32Array, update: BlockUpdate) -> None:
+        """Add ``update`` (counts per row of ``slots``). Raises ``RuntimeError`` when a table would overflow."""
+        total = len(update.ids)
+        if total == 0:
+            return
+        first_of_row = np.cumsum(update.counts) - update.counts
+        rows = np.repeat(slots, update.counts)
+        columns = self.counts[rows] + np.arange(total, dtype=np.int32) - np.repeat(first_of_row, update.counts)
+        if int(columns.max()) >= self.max_blocks:
+            overflown = int(rows[int(columns.argmax())])
+            self._check_width(int(columns.max()) + 1, overflown)
+        self.ids[rows, columns] = update.ids
+        self.counts[slots] += update.counts
+
+    def release(self, slots: Int32Array) -> None:
+        self.ids[slots] = NULL_BLOCK_ID
+        self.counts[slots] = 0
+
+    def _check_width(self, num_blocks: int, slot: int) -> None:
+        if num_blocks > self.max_blocks:
+            raise RuntimeError(
+                f"slot {slot} was given {num_blocks} blocks of {self.block_size} tokens, but its table holds "
+                f"{self.max_blocks}; the scheduler and the worker disagree about max_model_len"
+            )
+
+
+class SlotState:
+    """Tokens and blocks of every slot.
+
+    Attributes:
+        token_ids: int32 [N, L]; valid up to ``num_tokens`` of the slot.
+        num_tokens, num_prompt_tokens, generations: int32 [N].
+        occupied: bool [N].
+        tables: one :class:`BlockTable` per KV group.
+    """
+
+    def __init__(
+        self, num_slots: int, max_tokens: int, block_sizes: Sequence[int], max_blocks: Sequence[int] | None = None
+    ) -> None:
+        # A step in flight may sample one token past the limit before the scheduler ends the request.
+        width = max_tokens + 1
+        widths = max_blocks or [-(-width // size) + 1 for size in block_sizes]
+        self.token_ids: Int32Array = np.zeros((num_slots, width), dtype=np.int32)
+        self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.num_prompt_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.generations: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.occupied: BoolArray = np.zeros(num_slots, dtype=np.bool_)
+        self.tables = tuple(
+            BlockTable(num_slots, width_in_blocks, size)
+            for size, width_in_blocks in zip(block_sizes, widths, strict=True)
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.occupied)
+
+    def release(self, slots: Int32Array) -> None:
+        """Forget finished or preempted slots; an empty slot is not an error."""
+        if len(slots) == 0:
+            return
+        self.occupied[slots] = False
+        self.num_tokens[slots] = 0
+        self.num_prompt_tokens[slots] = 0
+        for table in self.tables:
+            table.release(slots)
+
+    def enter(self, row: NewRow) -> None:
+        """Take in a request; whatever the slot held before is replaced.
+
+        Raises ``RuntimeError`` for a slot out of range, one still occupied, or more tokens than fit.
+        """
+        slot, count = row.slot, len(row.token_ids)
+        if not 0 <= slot < self.num_slots:
+            raise RuntimeError(f"slot {slot} is outside 0..{self.num_slots - 1}; check max_num_seqs on both sides")
+        if self.occupied[slot]:
+            raise RuntimeError(f"slot {slot} is handed to request {row.request_id} while it is still held")
+        if count > self.token_ids.shape[1]:
+            raise RuntimeError(
+                f"request {row.request_id} has {count} tokens, the slot holds {self.token_ids.shape[1]}; "
+                "lower the prompt or raise max_model_len"
+            )
+        self.occupied[slot] = True
+        self.generations[slot] = row.generation
+        self.token_ids[slot, :count] = row.token_ids
+        self.num_tokens[slot] = count
+        self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        for table, block_ids in zip(self.tables, row.block_ids, strict=True):
+            table.replace(slot, block_ids)
+
+    def append_blocks(self, slots: Int32Array, updates: Sequence[BlockUpdate]) -> None:
+        for table, update in zip(self.tables, updates, strict=True):
+            table.append(slots, update)
+
+    def append_tokens(self, slots: Int32Array, token_ids: Int32Array) -> None:
+        """One sampled token per slot of ``slots`` (each slot at most once)."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
+    def check_rows(self, slots: Int32Array, generations: Int32Array) -> None:
+        """Raise ``RuntimeError`` when a scheduled row is unknown here or belongs to an earlier owner of its slot."""
+        known = self.occupied[slots] & (self.generations[slots] == generations)
+        if not known.all():
+            row = int(np.argmin(known))
+            slot = int(slots[row])
+            held = f"generation {self.generations[slot]}" if self.occupied[slot] else "nobody"
+            raise RuntimeError(
+                f"row {row} of the step is slot {slot}, generation {generations[row]}, but the slot is held by {held}"
+            )
+
+    def num_output_tokens(self, slots: Int32Array) -> Int32Array:
+        counts: Int32Array = self.num_tokens[slots] - self.num_prompt_tokens[slots]
+        return counts

@@ -1,0 +1,1 @@
+"""From logits to tokens: a stateless sampler over metadata gathered from per-slot state."""

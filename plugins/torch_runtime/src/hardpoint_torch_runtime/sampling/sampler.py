@@ -1,0 +1,151 @@
+"""The sampling chain. Its order is semantics: a different order does not crash, it silently degrades text.
+
+(1) snapshot of raw log-probabilities, (2) float32, (3) whitelist and grammar, (4) excluded sequences, (5) processors
+that can change the argmax, (6) penalties, (7) sampling, (8) log-probabilities of the result (R6.10). Inside (7):
+greedy candidate, temperature, argmax-invariant processors, top-k and top-p, draw, choice per row (R6.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.logits_processor import LogitsProcessor
+from hardpoint.interfaces.step import LogprobArrays
+from hardpoint_torch_runtime.sampling.constraints import add_bias, apply_penalties, exclude, keep_legal, keep_only
+from hardpoint_torch_runtime.sampling.logprobs import gather_logprobs
+from hardpoint_torch_runtime.sampling.metadata import SamplingMetadata
+from hardpoint_torch_runtime.sampling.random import draw
+from hardpoint_torch_runtime.sampling.truncation import apply_min_p, apply_top_k_top_p
+
+__all__ = ["Sampler", "SamplerOutput"]
+
+_BROKEN_LOGITS = "the model produced values that are not numbers for this request"
+_NOTHING_ALLOWED = "no token is allowed at this position by the request's constraints"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """``token_ids`` int32 [S]; ``failures`` maps rows without a usable token to a client-safe reason.
+
+    ``logprobs.rows`` index the S sampled rows; failed rows have no entry.
+    """
+
+    token_ids: np.ndarray
+    failures: dict[int, str]
+    logprobs: LogprobArrays | None
+
+
+class Sampler:
+    """Holds no batch state: equal logits and metadata give an equal result whatever ran before (R6.2).
+
+    ``processors`` are the ``logits_processor`` plugins, in configured order.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._changing = tuple(entry for entry in processors if not entry.argmax_invariant)
+        self._invariant = tuple(entry for entry in processors if entry.argmax_invariant)
+
+    def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        """Draw one token per row of ``logits`` [S, V]; may overwrite them."""
+        if metadata.num_rows == 0:
+            return SamplerOutput(np.zeros(0, dtype=np.int32), {}, None)
+        best = logits.max(dim=-1)
+        failures = dict.fromkeys(_not_finite(best.values), _BROKEN_LOGITS)
+        if _is_plain(metadata) and not self._changing:
+            return SamplerOutput(best.indices.cpu().numpy().astype(np.int32), failures, None)
+        snapshot = self._snapshot(logits, metadata)
+        logits = self._constrain(logits.to(torch.float32), metadata)
+        best = logits.max(dim=-1)
+        for row in _not_finite(best.values):
+            failures.setdefault(row, _NOTHING_ALLOWED)
+        tokens = best.indices
+        if not metadata.all_greedy:
+            _neutralize(logits, failures)
+            tokens[metadata.random_rows] = self._draw(logits, metadata)
+        logprobs = self._logprobs(snapshot, tokens, metadata, failures)
+        return SamplerOutput(tokens.cpu().numpy().astype(np.int32), failures, logprobs)
+
+    def _snapshot(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor | None:
+        """Log-probabilities of the model itself, for the rows that asked (R6.12): float32 [N, V]."""
+        if metadata.logprobs is None:
+            return None
+        return torch.log_softmax(logits[torch.from_numpy(metadata.logprobs.rows)].to(torch.float32), dim=-1)
+
+    def _constrain(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """Steps (3) to (6), in place."""
+        if metadata.allowed is not None:
+            keep_only(logits, metadata.allowed)
+        if metadata.grammar is not None and metadata.grammar_rows is not None:
+            keep_legal(logits, metadata.grammar_rows, metadata.grammar)
+        if metadata.bad_words is not None:
+            exclude(logits, metadata.bad_words)
+        if metadata.stop_tokens is not None:
+            exclude(logits, metadata.stop_tokens)
+        if metadata.logit_bias is not None:
+            add_bias(logits, metadata.logit_bias)
+        for processor in self._changing:
+            logits = processor.apply(logits, metadata.slots)
+        if metadata.penalties is not None:
+            apply_penalties(logits, metadata.penalties)
+        return logits
+
+    def _draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """int64 [R'] for the random rows; greedy rows are not touched."""
+        if metadata.temperature is None or metadata.uniforms is None:
+            raise RuntimeError("random rows need a temperature and a draw each")
+        rows = logits if metadata.all_random else logits[metadata.random_rows]
+        rows = rows.div_(metadata.temperature.unsqueeze(1))
+        if metadata.min_p is not None:
+            apply_min_p(rows, metadata.min_p)
+        slots = metadata.slots[metadata.random_rows.cpu().numpy()]
+        for processor in self._invariant:
+            rows = processor.apply(rows, slots)
+        rows = apply_top_k_top_p(rows, metadata.top_k, metadata.top_p)
+        return draw(rows, metadata.uniforms)
+
+    def _logprobs(
+        self,
+        snapshot: torch.Tensor | None,
+        tokens: torch.Tensor,
+        metadata: SamplingMetadata,
+        failures: dict[int, str],
+    ) -> LogprobArrays | None:
+        if snapshot is None or metadata.logprobs is None:
+            return None
+        rows, counts = metadata.logprobs.rows, metadata.logprobs.counts
+        kept = np.asarray([row not in failures for row in rows.tolist()], dtype=np.bool_)
+        if not kept.all():
+            snapshot, rows, counts = snapshot[torch.from_numpy(kept)], rows[kept], counts[kept]
+        return gather_logprobs(snapshot, tokens[torch.from_numpy(rows)], counts, rows)
+
+
+def _is_plain(metadata: SamplingMetadata) -> bool:
+    """Nothing but an argmax is asked for."""
+    return metadata.all_greedy and not any(
+        part is not None
+        for part in (
+            metadata.allowed,
+            metadata.grammar,
+            metadata.bad_words,
+            metadata.stop_tokens,
+            metadata.logit_bias,
+            metadata.penalties,
+            metadata.logprobs,
+        )
+    )
+
+
+def _not_finite(peaks: torch.Tensor) -> list[int]:
+    """Rows whose largest logit is no finite number. A maximum over NaN is NaN, so one number per row tells."""
+    finite = torch.isfinite(peaks)
+    return [] if bool(finite.all()) else torch.nonzero(~finite).squeeze(1).tolist()
+
+
+def _neutralize(logits: torch.Tensor, failures: dict[int, str]) -> None:
+    """Give failed rows harmless values: their result is discarded, but it must not raise."""
+    if failures:
+        logits[list(failures)] = 0.0

@@ -1,0 +1,204 @@
+"""The ``torch`` worker: binds the device, loads the model, owns the KV memory and runs steps through the runner."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
+from hardpoint.interfaces.logits_processor import LogitsProcessor
+from hardpoint.interfaces.platform import LogicalDevice, Platform
+from hardpoint.interfaces.plugin import PluginAccess, plugin
+from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
+from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
+from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
+from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+from hardpoint_torch_runtime.runner.batch_state import BatchState
+from hardpoint_torch_runtime.runner.input_batch import InputBuilder
+from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
+from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
+from hardpoint_torch_runtime.runner.slot_state import SlotState
+from hardpoint_torch_runtime.sampling.sampler import Sampler
+from hardpoint_torch_runtime.sampling.slot_params import SlotSampling
+
+__all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
+
+
+class TorchWorkerOptions(BaseModel):
+    """``logits_processors`` are the ``logits_processor`` plugins to run, in this order.
+
+    ``warm_up_tokens`` is the size of the larger of the two forwards made before the first request.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    logits_processors: tuple[str, ...] = ()
+    warm_up_tokens: int = Field(default=64, ge=1)
+
+
+class TorchWorker(Worker):
+    """Methods must be called in the order of :class:`Worker`; a call out of order raises ``RuntimeError``."""
+
+    def __init__(self, ctx: WorkerContext, options: TorchWorkerOptions) -> None:
+        if ctx.config is None or ctx.platform is None or ctx.plugins is None:
+            raise ConfigError("the torch worker needs a worker configuration, a platform and access to plugins")
+        self.config: WorkerConfig = ctx.config
+        self.options = options
+        self._platform: Platform = ctx.platform
+        self._plugins: PluginAccess = ctx.plugins
+        self._logger = ctx.logger
+        self._device: torch.device | None = None
+        self._loaded: LoadedModel | None = None
+        self._backend: AttentionBackend | None = None
+        self._need: AttentionNeed | None = None
+        self._runner: ModelRunner | None = None
+        if self.config.compiler is not None:
+            raise ConfigError(
+                f"compiler {self.config.compiler!r} was asked for, but this worker runs models as they are; "
+                "leave --compiler unset"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        if self._device is None:
+            raise RuntimeError("the device is not bound yet; call init_device first")
+        return self._device
+
+    @property
+    def loaded(self) -> LoadedModel:
+        if self._loaded is None:
+            raise RuntimeError("no model is loaded; call load_model first")
+        return self._loaded
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the KV cache does not exist yet; call initialize_kv_cache first")
+        return self._runner
+
+    @property
+    def _logical_device(self) -> LogicalDevice:
+        return LogicalDevice(self.config.parallel.local_rank)
+
+    def init_device(self) -> None:
+        torch_dtype(self.config.dtype)
+        self._device = self._platform.init_worker(self._logical_device, self.config.threads)
+
+    def load_model(self) -> None:
+        started = time.perf_counter()
+        need = attention_need(self.config, self._platform.describe(self._logical_device))
+        choice = select_attention_backend(
+            self._plugins,
+            self._platform.attention_candidates(),
+            need,
+            forced=self.config.attention_backend,
+            logger=self._logger,
+        )
+        self._backend, self._need = choice.backend, need
+        self._loaded = load_model(self._plugins, self.config, choice.backend, self.device)
+        self._logger.info(
+            "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
+            self.config.model.artifact.name,
+            self.config.model.architecture,
+            time.perf_counter() - started,
+            self._loaded.report.num_tensors,
+            self._loaded.report.num_bytes / 1e6,
+            choice.backend.name,
+            self.config.dtype,
+        )
+
+    def kv_cache_specs(self) -> list[LayerSpec]:
+        return [LayerSpec(name, spec_to_wire(spec)) for name, spec in self.loaded.model.kv_cache_specs().items()]
+
+    def kv_cache_budget(self) -> int:
+        """The configured size, or what is left of the device's budget after a forward of the largest step."""
+        if self.config.kv_cache_bytes is not None:
+            return self.config.kv_cache_bytes
+        profile_forward(self.loaded.model, self.config.max_num_batched_tokens, self.device)
+        self._platform.synchronize(self._logical_device)
+        budget = self._platform.memory_budget(self._logical_device)
+        return max(0, budget - self._platform.memory_used(self._logical_device))
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the planned memory and everything whose size depends on it. Called once."""
+        if self._runner is not None:
+            raise RuntimeError("the KV cache exists already; its plan is fixed for the worker's lifetime")
+        if self._backend is None or self._need is None:
+            raise RuntimeError("no attention backend is selected; call load_model first")
+        worker, specs = self.config, dict(self.loaded.model.kv_cache_specs())
+        groups = AttentionGroups(
+            config,
+            specs,
+            self._backend,
+            self._backend.block_sizes(self._need),
+            max_rows=worker.max_num_seqs,
+            max_tokens=worker.max_num_batched_tokens,
+            device=self.device,
+        )
+        kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer)
+        slots = SlotState(worker.max_num_seqs, worker.max_model_len, groups.block_sizes)
+        processors = self._logits_processors()
+        sampling = SlotSampling(
+            worker.max_num_seqs,
+            worker.model.vocab_size,
+            self.device,
+            seed=worker.seed,
+            eos_token_ids=worker.model.eos_token_ids,
+        )
+        state = BatchState(slots, sampling, kv, PromptEmbeddings(), processors, refuse_row)
+        inputs = InputBuilder(slots, worker.max_num_batched_tokens, self.device, groups.kernel_blocks)
+        self._runner = ModelRunner(self.loaded.model, groups, kv, state, inputs, Sampler(processors))
+
+    def warm_up(self) -> None:
+        for num_tokens in {1, min(self.options.warm_up_tokens, self.config.max_num_batched_tokens)}:
+            profile_forward(self.loaded.model, num_tokens, self.device)
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+        return self.runner.execute(step)
+
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+        return self.runner.sample(step_id, grammar)
+
+    def supported_tasks(self) -> list[str]:
+        return list(self.config.model.tasks)
+
+    def check_health(self) -> None:
+        self._platform.synchronize(self._logical_device)
+        if self._loaded is None:
+            raise RuntimeError("the worker holds no model: it was not loaded, or it was shut down")
+
+    def shutdown(self) -> None:
+        """Drop model and memory; idempotent."""
+        self._runner = None
+        self._loaded = None
+        self._backend = None
+        gc.collect()
+
+    def _logits_processors(self) -> list[LogitsProcessor]:
+        kind = "logits_processor"
+        return [
+            self._plugins.create(kind, name, self._plugins.context(kind, name))
+            for name in self.options.logits_processors
+        ]
+
+
+def refuse_row(row: NewRow) -> str | None:
+    """Requests that need a feature this worker lacks end on their own, with a reason."""
+    if row.features:
+        return f"this model takes no {row.features[0].modality} input"
+    if row.adapter is not None:
+        return f"the adapter {row.adapter.name!r} cannot be used: this worker runs without adapters"
+    return None
+
+
+@plugin("worker", options=TorchWorkerOptions)
+def create(ctx: WorkerContext, options: TorchWorkerOptions) -> Worker:
+    """Entry point ``hardpoint.worker.v1`` ``torch``."""
+    return TorchWorker(ctx, options)
