@@ -22,6 +22,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         chat_template: overrides the tokenizer's own, or None.
         runtime_dir: private folder (0700) for sockets.
         stall_after_s: the step loop counts as stalled when one step takes longer.
+        drain_timeout_s: how long SIGTERM lets running requests go on before they are aborted.
     """
 
     model_name: str
@@ -42,3 +43,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str = ""
     log_level: str = "INFO"
     stall_after_s: float = 30.0
+    drain_timeout_s: float = 30.0
+
+    @property
+    def max_unfinished(self) -> int | None:
+        """Sequences that may be running or waiting at a time; None where the queue has no limit."""
+        waiting = self.limits.max_waiting
+        return None if waiting is None else waiting + (self.limits.max_num_active_seqs or self.limits.max_num_seqs)

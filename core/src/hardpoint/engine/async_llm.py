@@ -1,0 +1,222 @@
+"""The asynchronous front end of one engine process: what servers and asyncio programs hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hardpoint.engine.clients import ProcessClient
+from hardpoint.engine.frontend import Frontend
+from hardpoint.engine.launching import launch_model
+from hardpoint.engine.output_processor import OutputProcessor
+from hardpoint.engine.spec import EngineSpec
+from hardpoint.engine.stats import StatFanout
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, OverloadedError
+from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
+from hardpoint.interfaces.stat_logger import StatLogger
+from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.roles import ProcessRole
+
+__all__ = ["AsyncLLM"]
+
+OFF_LOOP_CHARS = 4096
+"""Texts longer than this are tokenized on a thread, so that other streams go on."""
+
+
+class AsyncLLM:
+    """Implements ``EngineClient`` on one event loop; owns ``client``, the engine process.
+
+    Made by :meth:`create` from a model's name, by :meth:`start` from a spec, or from its parts. ``max_unfinished``
+    sequences are admitted at a time (None: no limit).
+    """
+
+    def __init__(
+        self,
+        client: ProcessClient,
+        frontend: Frontend,
+        *,
+        max_unfinished: int | None = None,
+        stats: StatFanout | None = None,
+    ) -> None:
+        self.client = client
+        self.stats_fanout = stats or StatFanout({})
+        self._frontend = frontend
+        self._max_unfinished = max_unfinished
+        self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
+        self._latest: SchedulerStats | None = None
+        self._is_draining = False
+        self._changed = asyncio.Event()
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._flusher = asyncio.get_running_loop().create_task(self.stats_fanout.run(), name="stat-loggers")
+        client.on_outputs = self._on_outputs
+        client.on_dead = self._on_dead
+
+    @classmethod
+    async def create(cls, model: str, **settings: Any) -> AsyncLLM:
+        """Start the engine of ``model``; ``settings`` are the command line's in their Python spelling."""
+        launch = await asyncio.to_thread(launch_model, model, settings, frozenset({ProcessRole.API}))
+        return await cls.start(launch.spec, launch.runtime)
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, runtime: PluginRuntime) -> AsyncLLM:
+        """Load the tokenizer here and the model in a new engine process. Raises whatever stops the start."""
+        frontend = Frontend.from_spec(spec, runtime)
+        loggers = runtime.create_all("stat_logger")
+        stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
+        client = await ProcessClient.launch(spec)
+        return cls(client, frontend, max_unfinished=spec.max_unfinished, stats=stats)
+
+    @property
+    def model_name(self) -> str:
+        return self._frontend.model_name
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._frontend.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._frontend.tokenizer
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.client.facts.tasks if self.client.facts is not None else self._frontend.tasks
+
+    @property
+    def stat_loggers(self) -> Mapping[str, StatLogger]:
+        return self.stats_fanout.loggers
+
+    @property
+    def is_ready(self) -> bool:
+        return self.client.is_ready and not self._is_draining
+
+    @property
+    def is_alive(self) -> bool:
+        return self.client.is_alive
+
+    @property
+    def dead_reason(self) -> str | None:
+        if self.client.dead_reason is None and not self.client.is_alive:
+            return f"the step loop has not advanced for {self.client.silence_s:.0f} s"
+        return self.client.dead_reason
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences without a terminal event."""
+        return self._outputs.num_sequences
+
+    def stats(self) -> SchedulerStats | None:
+        return self._latest
+
+    async def refresh_stats(self) -> SchedulerStats:
+        """Statistics from the engine now, also while it is idle. Raises ``EngineDeadError``."""
+        fields = await self.client.utility("stats")
+        self._latest = SchedulerStats(**fields)
+        return self._latest
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self.client.utility("reset_prefix_cache"))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: dict[str, Any] | None = None,
+    ) -> Prompt:
+        return self._frontend.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
+        )
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come, merged while the reader is busy. Closing or cancelling aborts in the engine."""
+        self._admit(1)
+        token_ids = await self._tokenize(prompt)
+        processed = self._frontend.inputs.process(prompt, params, options, token_ids)
+        self._admit(len(processed.requests))
+        news = asyncio.Event()
+        self.client.add(processed.requests)
+        state = self._outputs.add(processed, news.set)
+        try:
+            while True:
+                if state.failure is not None:
+                    raise state.failure
+                output = state.take()
+                if output is not None:
+                    yield output
+                if state.finished and (output is None or output.finished):
+                    return
+                if output is None:
+                    await news.wait()
+                    news.clear()
+        finally:
+            if not state.finished:
+                self._abort(processed.request_id)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new requests and wait for the running ones. False when ``timeout_s`` passed first."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._outputs.num_sequences:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """End the engine process; requests that outlast ``timeout_s`` end with an error. Idempotent."""
+        self._is_draining = True
+        drained = drain and await self.drain(timeout_s)
+        await self.client.shutdown(drain=drained, timeout_s=timeout_s if drained else 0.0)
+        self._flusher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._flusher
+        self.stats_fanout.flush()
+        self._tokenizing.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown(drain=exception[0] is None)
+
+    def _admit(self, num_sequences: int) -> None:
+        if self.client.dead_reason is not None:
+            raise EngineDeadError(self.client.dead_reason)
+        if self._is_draining:
+            raise EngineNotReadyError("the server is shutting down and takes no new requests")
+        limit = self._max_unfinished
+        if limit is not None and self._outputs.num_sequences + num_sequences > limit:
+            raise OverloadedError(
+                f"{self._outputs.num_sequences} sequences are running or waiting, at most {limit} are taken; "
+                "try again later, or raise --max-waiting"
+            )
+
+    async def _tokenize(self, prompt: Prompt) -> Int32Array:
+        text = getattr(prompt, "text", None)
+        if not isinstance(text, str) or len(text) <= OFF_LOOP_CHARS:
+            return self._frontend.inputs.tokenize(prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, self._frontend.inputs.tokenize, prompt)
+
+    def _abort(self, request_id: str) -> None:
+        self.client.abort(self._outputs.abort(request_id))
+        self._changed.set()
+
+    def _on_outputs(self, batch: EngineOutputs) -> None:
+        self._latest = batch.stats or self._latest
+        self.client.abort(self._outputs.process(batch))
+        self._changed.set()
+
+    def _on_dead(self, reason: str) -> None:
+        self._outputs.fail_all(lambda: EngineDeadError(reason))
+        self._changed.set()

@@ -1,0 +1,265 @@
+"""Two ways to reach an engine core: in this process, and as a supervised child process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+import hardpoint.errors
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.core_process import ENTRY, EnginePayload
+from hardpoint.engine.messages import (
+    Abort,
+    Add,
+    EngineFacts,
+    FromEngine,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Shutdown,
+    StartupFailed,
+    ToEngine,
+    Utility,
+    UtilityResult,
+)
+from hardpoint.engine.spec import EngineSpec
+from hardpoint.errors import EngineDeadError, HardpointError
+from hardpoint.interfaces.request import EngineOutputs, EngineRequest
+from hardpoint.ipc import CodecError, Decoder, create_runtime_dir, encode, private_ipc_address
+from hardpoint.process import describe_exit, spawn
+
+__all__ = ["Child", "InprocClient", "ProcessClient"]
+
+_logger = logging.getLogger("hardpoint.engine")
+LAST_WORDS_S = 0.1
+"""After a child's exit: time for frames it had sent to arrive."""
+
+
+class Child(Protocol):
+    """The part of ``hardpoint.process.ChildProcess`` that supervision needs."""
+
+    @property
+    def is_alive(self) -> bool: ...
+    def on_exit(self, callback: Callable[[int], None]) -> None: ...
+    def wait(self, timeout: float | None = None) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class InprocClient:
+    """Drives an engine core from the caller's own thread. Single owner, not thread-safe."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self.core.add(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.core.abort(request_ids)
+
+    def step(self) -> list[EngineOutputs]:
+        """One step's frames. Waits a moment when the engine can do nothing now. Raises ``EngineDeadError``."""
+        frames = list(self.core.step().values())
+        if not frames and self.core.dead_reason is not None:
+            raise EngineDeadError(self.core.dead_reason)
+        if not self.core.made_progress:
+            time.sleep(0.001)
+        return frames
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
+
+
+class ProcessClient:
+    """One engine process, its sockets and its life, on one event loop.
+
+    Set ``on_outputs`` and ``on_dead`` before the first request. ``on_dead`` runs once, whatever ended the engine.
+    """
+
+    def __init__(self, child: Child, receiver: zmq.asyncio.Socket, input_address: str, stall_after_s: float) -> None:
+        self.child = child
+        self.on_outputs: Callable[[EngineOutputs], None] = lambda batch: None
+        self.on_dead: Callable[[str], None] = lambda reason: None
+        self.facts: EngineFacts | None = None
+        self.pid: int | None = None
+        self.dead_reason: str | None = None
+        self.num_steps = 0
+        self.is_closing = False
+        self._stall_after_s = stall_after_s
+        self._loop = asyncio.get_running_loop()
+        self._last_sign = time.monotonic()
+        self._ready: asyncio.Future[EngineFacts] = self._loop.create_future()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        self._receiver = receiver
+        self._context = zmq.Context()
+        self._sender = self._context.socket(zmq.PUSH)
+        self._sender.setsockopt(zmq.SNDHWM, 0)
+        self._sender.setsockopt(zmq.LINGER, 0)
+        self._sender.connect(input_address)
+        self._decoder = Decoder[FromEngine](FromEngine)
+        self._reader = self._loop.create_task(self._receive(), name="engine-frames")
+        child.on_exit(self._on_exit)
+
+    @classmethod
+    async def launch(cls, spec: EngineSpec, start: Callable[[EnginePayload], Child] | None = None) -> ProcessClient:
+        """Start the engine process and wait until it is loaded.
+
+        Raises the error that stopped its start, as its own class where it is one of ours; ``EngineDeadError`` else.
+        """
+        folder = spec.runtime_dir or create_runtime_dir()
+        name = f"engine-{uuid.uuid4().hex[:8]}"
+        addresses = [private_ipc_address(folder, f"{name}.{end}") for end in ("in", "out")]
+        context = zmq.asyncio.Context()
+        receiver = context.socket(zmq.PULL)
+        receiver.setsockopt(zmq.RCVHWM, 0)
+        receiver.bind(addresses[1])
+        payload = EnginePayload(spec, addresses[0], (addresses[1],))
+        client = cls((start or _spawn)(payload), receiver, addresses[0], spec.stall_after_s)
+        try:
+            await client._ready
+        except BaseException:
+            await client.shutdown(drain=False, timeout_s=2.0)
+            raise
+        return client
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the step loop last showed that it advances."""
+        return time.monotonic() - self._last_sign
+
+    @property
+    def is_alive(self) -> bool:
+        return self.dead_reason is None and self.silence_s < self._stall_after_s
+
+    @property
+    def is_ready(self) -> bool:
+        """Loaded, and advancing within a third of the time after which it counts as stalled."""
+        responsive = self.silence_s < self._stall_after_s / 3
+        return self.facts is not None and self.dead_reason is None and not self.is_closing and responsive
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        self._send(Add(list(requests)))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids and self.dead_reason is None:
+            self._send(Abort(list(request_ids)))
+
+    async def utility(self, method: str, *args: Any) -> Any:
+        """Call one of ``core.UTILITIES``. Raises ``HardpointError`` with the engine's text, ``EngineDeadError``."""
+        self._num_calls += 1
+        call_id = self._num_calls
+        self._calls[call_id] = self._loop.create_future()
+        try:
+            self._send(Utility(call_id, 0, method, list(args)))
+            return await self._calls[call_id]
+        finally:
+            del self._calls[call_id]
+
+    async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> int | None:
+        """End the process, by force after ``timeout_s`` and a grace. Returns its exit code. Idempotent."""
+        already, self.is_closing = self.is_closing, True
+        if not already and self.child.is_alive and self.dead_reason is None:
+            self._send(Shutdown(drain, timeout_s if drain else 0.0))
+        grace = timeout_s + 5.0 if drain else max(timeout_s, 2.0)
+        code = await asyncio.to_thread(self.child.wait, grace)
+        await asyncio.sleep(LAST_WORDS_S)
+        if code is None:
+            _logger.warning("the engine process did not end within %.0f s and is killed", grace)
+        await asyncio.to_thread(self.child.close)
+        self._die("the engine was shut down")
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._receiver.close(linger=0)
+        self._receiver.context.term()
+        self._sender.close(linger=0)
+        self._context.term()
+        return code
+
+    def _send(self, message: ToEngine) -> None:
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        self._sender.send(encode(message), zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            data = await self._receiver.recv()
+            try:
+                message = self._decoder.decode(data)
+            except CodecError as error:
+                _logger.error("a frame of %d bytes from the engine is dropped: %s", len(data), error)
+                continue
+            try:
+                self._handle(message)
+            except Exception:
+                # A dead reader would let every request hang: nothing a frame causes may end it.
+                _logger.exception("handling a frame from the engine failed")
+
+    def _handle(self, message: FromEngine) -> None:
+        self._last_sign = time.monotonic()
+        if isinstance(message, Outputs):
+            self.on_outputs(message.batch)
+        elif isinstance(message, Heartbeat):
+            self.num_steps = message.num_steps
+        elif isinstance(message, UtilityResult):
+            self._resolve(message)
+        elif isinstance(message, Ready):
+            self.facts, self.pid = message.facts, message.pid
+            if not self._ready.done():
+                self._ready.set_result(message.facts)
+        elif isinstance(message, StartupFailed):
+            self._die(f"{message.kind}: {message.message}", startup_error(message))
+        else:
+            self._die(message.reason)
+
+    def _resolve(self, message: UtilityResult) -> None:
+        waiting = self._calls.get(message.call_id)
+        if waiting is None or waiting.done():
+            return
+        if message.error is not None:
+            waiting.set_exception(HardpointError(message.error))
+        else:
+            waiting.set_result(message.result)
+
+    def _on_exit(self, returncode: int) -> None:
+        """On the watcher's thread."""
+        reason = f"the engine process ended with {describe_exit(returncode)}"
+        with contextlib.suppress(RuntimeError):  # The loop may be closed by now; then nobody waits.
+            self._loop.call_soon_threadsafe(lambda: self._loop.call_later(LAST_WORDS_S, self._die, reason))
+
+    def _die(self, reason: str, error: HardpointError | None = None) -> None:
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        if not self.is_closing:
+            _logger.error("the engine is gone: %s", reason)
+        failure = error or EngineDeadError(reason)
+        for waiting in [*self._calls.values(), self._ready]:
+            if not waiting.done():
+                waiting.set_exception(failure)
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # Retrieved, so that an abandoned start is not reported a second time.
+        self.on_dead(reason)
+
+
+def startup_error(message: StartupFailed) -> HardpointError:
+    """The exception that stopped the engine's start, as its own class if that is one of ours."""
+    known = getattr(hardpoint.errors, message.kind, None)
+    if isinstance(known, type) and issubclass(known, HardpointError):
+        with contextlib.suppress(TypeError):
+            return known(message.message)
+    return EngineDeadError(f"the engine could not start: {message.kind}: {message.message}")
+
+
+def _spawn(payload: EnginePayload) -> Child:
+    return spawn(ENTRY, encode(payload), name=f"engine-{payload.spec.model_name}")

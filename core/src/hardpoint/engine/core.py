@@ -1,0 +1,237 @@
+"""The engine core: owns scheduler, executor and every live request; driven from one thread.
+
+Each request that enters leaves with exactly one terminal output, whatever fails in between: :meth:`EngineCore._deliver`
+is the only way out and forgets a request with its terminal output.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from hardpoint.engine.pipeline import GrammarSource, StepPipeline
+from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
+from hardpoint.interfaces.executor import Executor
+from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason
+from hardpoint.interfaces.scheduler import PauseMode, Scheduler
+
+__all__ = ["ERROR_CODE", "UTILITIES", "EngineCore", "Hooks"]
+
+_logger = logging.getLogger("hardpoint.engine")
+
+ERROR_CODE = "error_code"
+"""Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded`` or ``not_ready``."""
+
+UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health")
+
+
+class Hooks(Protocol):
+    def call(self, hook: str, **arguments: object) -> None: ...
+
+
+class _NoHooks:
+    def call(self, hook: str, **arguments: object) -> None:
+        """Nobody listens."""
+
+
+class EngineCore:
+    """``wake`` may be set by the owner of the loop; it is called from any thread when a worker dies.
+
+    A failed step, scheduler or worker makes the engine dead: the state behind it is unknown, so every live request
+    ends with ``ERROR`` and :attr:`dead_reason` says why. Failed rows of a step end only their own requests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_inflight_steps: int = 1,
+        grammar: GrammarSource | None = None,
+        hooks: Hooks | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.dead_reason: str | None = None
+        self.is_draining = False
+        self.made_progress = False
+        self.wake: Callable[[], None] = lambda: None
+        self._pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps, grammar=grammar)
+        self._hooks = hooks or _NoHooks()
+        self._clock = clock
+        self._clients: dict[str, int] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._outbox: dict[int, list[EngineOutput]] = {}
+        self._lost_worker: str | None = None
+        self._needs_check = False
+        executor.on_failure(self._worker_died)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._clients)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps completed; grows while the loop advances."""
+        return self._pipeline.num_steps_updated
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do something now; False while paused or idle."""
+        if self.dead_reason is not None or self._lost_worker is not None:
+            return bool(self._outbox) or self.dead_reason is None
+        return bool(self._outbox) or self._pipeline.has_work() or self._needs_check
+
+    def next_deadline(self) -> float | None:
+        """Absolute seconds of the earliest deadline, possibly of a request that ended already."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request; its refusal too comes as a terminal output of the next :meth:`step`."""
+        name = request.request_id
+        if name in self._clients:
+            _logger.error("request %s is already live; the second one of that name is dropped", name)
+            return
+        self._clients[name] = request.client_index
+        if self.dead_reason is not None or self.is_draining:
+            self._refuse(name, "the engine takes no new requests", "not_ready")
+            return
+        try:
+            refusal = self.scheduler.add(request)
+        except OverloadedError as error:
+            self._refuse(name, str(error), "overloaded")
+        except InvalidRequestError as error:
+            self._refuse(name, str(error), "invalid")
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._accepted(request, refusal)
+
+    def _accepted(self, request: EngineRequest, refusal: EngineOutput | None) -> None:
+        self._needs_check = True
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._guard(lambda: self._hooks.call("request_added", request=request))
+        if refusal is not None:
+            self._deliver([refusal])
+
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, error: str | None = None
+    ) -> None:
+        """End requests from outside; unknown and ended ones are ignored."""
+        known = [name for name in request_ids if name in self._clients]
+        if known and self.dead_reason is None:
+            self._guard(lambda: self._deliver(self.scheduler.finish(known, reason, error)))
+
+    def abort_all(self) -> None:
+        self.abort(list(self._clients), error="the engine is shutting down")
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; live ones go on to their end."""
+        self.is_draining = True
+
+    def step(self) -> dict[int, EngineOutputs]:
+        """Advance by one step. Returns one frame per client that has news; never raises for a failed step.
+
+        :attr:`made_progress` tells afterwards whether anything moved; if not, there is no use in calling at once again.
+        """
+        if self._lost_worker is not None:
+            self._fail(EngineDeadError(self._lost_worker))
+        steps = self.num_steps
+        if self.dead_reason is None:
+            self._guard(self._advance)
+        self.made_progress = self.num_steps > steps or bool(self._outbox)
+        return self._frames()
+
+    def utility(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Run one of :data:`UTILITIES`. Raises ``ConfigError`` for another name and whatever the call raises."""
+        if method not in UTILITIES:
+            raise ConfigError(f"engine call {method!r} does not exist; known: {', '.join(UTILITIES)}")
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        if method == "set_pause":
+            return self.scheduler.set_pause(PauseMode(args[0]))
+        if method == "check_health":
+            return self.executor.collective_rpc("check_health") and None
+        return getattr(self.scheduler, method)()
+
+    def shutdown(self) -> None:
+        """Stop the workers. Live requests end with ``ABORT``; frames still come from :meth:`step`. Idempotent."""
+        self.begin_drain()
+        self.abort_all()
+        self.executor.shutdown()
+
+    def _advance(self) -> None:
+        self._expire()
+        if self._pipeline.has_work():
+            self._needs_check = True
+            steps = self.num_steps
+            self._deliver(self._pipeline.advance())
+            if self.num_steps > steps:
+                self._hooks.call("step_finished", stats=self.scheduler.stats())
+        elif self._needs_check:
+            self._needs_check = False
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Nothing runs, so the books must balance: whoever is still live must be known to the scheduler."""
+        self.scheduler.check_integrity()
+        lost = self._clients.keys() - set(self.scheduler.live_request_ids())
+        if lost:
+            _logger.error("the scheduler lost %d requests: %s", len(lost), ", ".join(sorted(lost)[:8]))
+            self._deliver([EngineOutput(name, [], FinishReason.ERROR, error="internal error") for name in lost])
+
+    def _expire(self) -> None:
+        now = self._clock()
+        late: list[str] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            late.append(heapq.heappop(self._deadlines)[1])
+        if late:
+            self.abort(late, error="the request's time limit has passed")
+
+    def _refuse(self, name: str, message: str, code: str) -> None:
+        output = EngineOutput(name, [], FinishReason.ERROR, error=message, extensions={ERROR_CODE: code})
+        self._deliver([output])
+
+    def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
+        for output in outputs:
+            client = self._clients.get(output.request_id)
+            if client is None:
+                _logger.error("output for request %s, which is not live, is dropped", output.request_id)
+                continue
+            self._outbox.setdefault(client, []).append(output)
+            if output.finish_reason is not None:
+                del self._clients[output.request_id]
+                self._hooks.call("request_finished", output=output)
+
+    def _frames(self) -> dict[int, EngineOutputs]:
+        outbox, self._outbox = self._outbox, {}
+        if not outbox:
+            return {}
+        stats = self.scheduler.stats() if self.dead_reason is None else None
+        return {client: EngineOutputs(outputs, stats, self._clock()) for client, outputs in outbox.items()}
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Whatever a scheduler, executor or strict hook raises leaves unknown state behind: the engine ends."""
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._lost_worker = None
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = f"{type(error).__name__}: {error}"
+        _logger.error("the engine failed: %s", self.dead_reason, exc_info=error)
+        for name, client in self._clients.items():
+            output = EngineOutput(name, [], FinishReason.ERROR, error="the engine failed during this request")
+            self._outbox.setdefault(client, []).append(output)
+        self._clients.clear()
+
+    def _worker_died(self, reason: str) -> None:
+        self._lost_worker = reason
+        self.wake()

@@ -1,0 +1,244 @@
+"""The engine process: sockets in, step loop, frames out.
+
+The main thread owns the engine core and the outgoing sockets; one thread receives and decodes. Only frames of known
+types do anything; others are logged and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import msgspec
+import zmq
+
+from hardpoint.engine.build import build_engine, engine_facts
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.messages import (
+    Abort,
+    Add,
+    Dead,
+    FromEngine,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Shutdown,
+    StartupFailed,
+    ToEngine,
+    Utility,
+    UtilityResult,
+)
+from hardpoint.engine.spec import EngineSpec
+from hardpoint.errors import HardpointError
+from hardpoint.ipc import CodecError, Decoder, encode
+from hardpoint.process import announce_stop, boot
+from hardpoint.roles import ProcessRole
+
+__all__ = ["ENTRY", "EnginePayload", "EngineServer", "main"]
+
+_logger = logging.getLogger("hardpoint.engine")
+
+ENTRY = "hardpoint.engine.core_process:main"
+HEARTBEAT_S = 1.0
+STALLED_WAIT_S = 0.001
+
+
+class EnginePayload(msgspec.Struct, frozen=True):
+    """``input_address`` is bound by the engine, each of ``output_addresses`` by the client of that index."""
+
+    spec: EngineSpec
+    input_address: str
+    output_addresses: tuple[str, ...]
+
+
+class _Terminated(BaseException):
+    """SIGTERM before the engine was ready; derived so that no plugin's error handling catches it."""
+
+
+class _Wake(msgspec.Struct, frozen=True):
+    """Nothing but a reason to look again; ``fatal`` ends the engine."""
+
+    fatal: str | None = None
+
+
+def main(payload: bytes) -> int:
+    """Entry point of the process. Exit codes: 0 after an orderly end, 1 after a failure, which was reported."""
+    job = Decoder[EnginePayload](EnginePayload).decode(payload)
+    sockets = EngineSockets(job)
+    inbox: queue.SimpleQueue[ToEngine | _Wake] = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        roles = {ProcessRole.ENGINE}
+        if job.spec.worker_config.parallel.world_size == 1:
+            roles.add(ProcessRole.WORKER)
+        runtime = boot(job.spec.plan, roles, platform=job.spec.platform, log_level=job.spec.log_level)
+        core = build_engine(job.spec, runtime)
+    except _Terminated:
+        return 0
+    except Exception as error:
+        known = isinstance(error, HardpointError)
+        _logger.error("the engine could not start: %s: %s", type(error).__name__, error, exc_info=not known)
+        sockets.send_all(StartupFailed(type(error).__name__, str(error)))
+        sockets.close()
+        return 1
+    server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
+    signal.signal(signal.SIGTERM, server.on_sigterm)
+    threading.Thread(target=sockets.receive_into, args=(inbox,), name="engine-input", daemon=True).start()
+    sockets.send_all(Ready(engine_facts(core, job.spec, runtime), os.getpid()))
+    code = server.run()
+    announce_stop(runtime)
+    sockets.close()
+    return code
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+class EngineSockets:
+    """Outgoing sockets belong to the main thread, the incoming one to the thread of :meth:`receive_into`."""
+
+    def __init__(self, job: EnginePayload) -> None:
+        self._context = zmq.Context()
+        self._input_address = job.input_address
+        self._outputs = [self._context.socket(zmq.PUSH) for _ in job.output_addresses]
+        for socket, address in zip(self._outputs, job.output_addresses, strict=True):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+
+    def send(self, client: int, message: FromEngine) -> None:
+        if not 0 <= client < len(self._outputs):
+            _logger.error("a message for client %d is dropped: there are %d", client, len(self._outputs))
+            return
+        self._outputs[client].send(encode(message))
+
+    def send_all(self, message: FromEngine) -> None:
+        for client in range(len(self._outputs)):
+            self.send(client, message)
+
+    def close(self) -> None:
+        """Give what was sent two seconds to leave."""
+        for socket in self._outputs:
+            socket.close(linger=2000)
+        self._context.term()
+
+    def receive_into(self, inbox: queue.SimpleQueue[ToEngine | _Wake]) -> None:
+        """Body of the input thread. Its end, other than with the process, is fatal for the engine (class 28)."""
+        decoder = Decoder[ToEngine](ToEngine)
+        try:
+            with self._context.socket(zmq.PULL) as socket:
+                socket.setsockopt(zmq.RCVHWM, 0)
+                socket.bind(self._input_address)
+                while True:
+                    data = socket.recv()
+                    try:
+                        inbox.put(decoder.decode(data))
+                    except CodecError as error:
+                        _logger.error("a message of %d bytes is dropped: %s", len(data), error)
+        except zmq.ContextTerminated:
+            return
+        except Exception as error:
+            inbox.put(_Wake(f"the input thread ended: {type(error).__name__}: {error}"))
+
+
+class EngineServer:
+    """The loop around an engine core: messages, steps, heartbeats, and the ways to end."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        sockets: EngineSockets,
+        inbox: queue.SimpleQueue[ToEngine | _Wake],
+        *,
+        drain_timeout_s: float,
+    ) -> None:
+        self._core = core
+        self._sockets = sockets
+        self._inbox = inbox
+        self._drain_timeout_s = drain_timeout_s
+        self._drain_until: float | None = None
+        self._next_beat = 0.0
+        core.wake = lambda: inbox.put(_Wake())
+
+    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """First time: finish what runs; second time: abort it. Queueing is safe inside a signal handler."""
+        self._inbox.put(Shutdown(drain=not self._core.is_draining, timeout_s=self._drain_timeout_s))
+
+    def run(self) -> int:
+        """Until shut down or dead; returns the exit code."""
+        fatal: str | None = None
+        while fatal is None and not self._is_done():
+            fatal = self._receive()
+            self._advance()
+            fatal = fatal or self._core.dead_reason
+        if fatal is not None:
+            self._sockets.send_all(Dead(fatal))
+        self._core.shutdown()
+        self._advance()
+        return 0 if fatal is None else 1
+
+    def _is_done(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if time.monotonic() >= self._drain_until:
+            self._core.abort_all()
+        return not self._core.num_live and not self._core.has_work()
+
+    def _advance(self) -> None:
+        for client, batch in self._core.step().items():
+            self._sockets.send(client, Outputs(batch))
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + HEARTBEAT_S
+            self._sockets.send_all(Heartbeat(self._core.num_steps))
+
+    def _receive(self) -> str | None:
+        """Handle what has come; wait for something only when there is nothing to compute. Returns a fatal reason."""
+        try:
+            message = self._inbox.get(timeout=self._wait_s()) if self._wait_s() else self._inbox.get_nowait()
+            while True:
+                if isinstance(message, _Wake):
+                    if message.fatal is not None:
+                        return message.fatal
+                else:
+                    self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _wait_s(self) -> float:
+        if self._core.has_work():
+            return 0.0 if self._core.made_progress else STALLED_WAIT_S
+        deadline = self._core.next_deadline()
+        wait = HEARTBEAT_S if deadline is None else min(max(deadline - time.time(), STALLED_WAIT_S), HEARTBEAT_S)
+        return wait if self._drain_until is None else min(wait, max(self._drain_until - time.monotonic(), 0.001))
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            for request in message.requests:
+                self._core.add(request)
+        elif isinstance(message, Abort):
+            self._core.abort(message.request_ids)
+        elif isinstance(message, Utility):
+            self._sockets.send(message.client_index, self._call(message))
+        elif message.drain:
+            self._core.begin_drain()
+            self._drain_until = time.monotonic() + message.timeout_s
+        else:
+            self._core.begin_drain()
+            self._core.abort_all()
+            self._drain_until = time.monotonic()
+
+    def _call(self, message: Utility) -> UtilityResult:
+        try:
+            result: Any = self._core.utility(message.method, message.args)
+            encode(result)
+        except Exception as error:
+            return UtilityResult(message.call_id, error=f"{type(error).__name__}: {error}")
+        return UtilityResult(message.call_id, result)

@@ -1,0 +1,98 @@
+"""From a prompt and its parameters to the requests the engine schedules: one per sequence."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from hardpoint.engine.validation import validate_options, validate_prompt, validate_sampling, validate_token_ids
+from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
+from hardpoint.interfaces.request import EngineRequest, Int32Array, SamplingParams
+from hardpoint.interfaces.tokenizer import Tokenizer
+
+__all__ = ["InputProcessor", "ProcessedRequest"]
+
+_INT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """One validated call. ``requests`` has one entry per sequence; ``prompt_text`` is None for a prompt of ids."""
+
+    request_id: str
+    prompt_text: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    requests: tuple[EngineRequest, ...]
+    arrival_time: float
+
+
+class InputProcessor:
+    """Stateless but for what is fixed per model. ``eos_token_ids`` end generation unless a request ignores them."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        client_index: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._client_index = client_index
+        self._clock = clock
+
+    def tokenize(self, prompt: Prompt) -> Int32Array:
+        """Checked prompt ids. Safe on any thread, so that long texts need not hold up an event loop."""
+        validate_prompt(prompt, self._limits)
+        ids = prompt.token_ids
+        if prompt.text is not None:
+            ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        return validate_token_ids(ids, self._limits)
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+        token_ids: Int32Array | None = None,
+    ) -> ProcessedRequest:
+        """``token_ids`` is the result of :meth:`tokenize` where the caller has it. Raises ``InvalidRequestError``."""
+        arrival = self._clock()
+        options = options or RequestOptions()
+        validate_options(options)
+        ids = self.tokenize(prompt) if token_ids is None else token_ids
+        checked = validate_sampling(params, len(ids), self._limits)
+        request_id = uuid.uuid4().hex
+        requests = tuple(
+            EngineRequest(
+                request_id=request_id if checked.n == 1 else f"{request_id}-{index}",
+                prompt_token_ids=ids,
+                sampling=_child_params(checked, index),
+                eos_token_ids=self._eos_token_ids,
+                arrival_time=arrival,
+                client_index=self._client_index,
+                cache_salt=prompt.cache_salt,
+                priority=options.priority,
+                deadline=None if options.timeout_s is None else arrival + options.timeout_s,
+                tenant=options.tenant,
+            )
+            for index in range(checked.n)
+        )
+        return ProcessedRequest(request_id, prompt.text, tuple(ids.tolist()), checked, requests, arrival)
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Sequence ``index`` draws with its own seed; the prompt's log-probabilities are asked for once."""
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else (params.seed + index + _INT64 // 2) % _INT64 - _INT64 // 2
+    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    return msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

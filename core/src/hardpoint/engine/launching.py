@@ -1,0 +1,22 @@
+"""From a model's name and flat settings to a launch, for the Python front ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.launch import Launch, prepare
+from hardpoint.roles import ProcessRole
+
+__all__ = ["Launcher", "launch_model"]
+
+Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
+
+
+def launch_model(model: str, settings: Mapping[str, Any], roles: frozenset[ProcessRole]) -> Launch:
+    """``settings`` are the command line's in their Python spelling. Raises what ``prepare`` raises."""
+    config = AppConfig.single(EngineConfig.from_settings(model, **settings))
+    (name,) = config.engines
+    return prepare(config, name, environ=dict(os.environ), roles=roles)

@@ -1,0 +1,193 @@
+"""The offline front end: everything in the caller's own process, so that tracebacks are plain."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.engine.build import build_engine
+from hardpoint.engine.clients import InprocClient
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.frontend import Frontend
+from hardpoint.engine.input_processor import ProcessedRequest
+from hardpoint.engine.launching import Launcher, launch_model
+from hardpoint.engine.output_processor import OutputProcessor
+from hardpoint.engine.output_state import RequestState
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.engine import Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.request import OutputKind, SamplingParams
+from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.process import announce_stop
+from hardpoint.roles import ProcessRole
+
+__all__ = ["LLM", "PromptLike"]
+
+PromptLike = str | Sequence[int] | Prompt
+ROLES = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
+DEFAULT_PARAMS = SamplingParams(max_tokens=256)
+"""Used where a call gives none: a model that never ends its text should not fill the whole context unasked."""
+
+
+class LLM:
+    """``LLM("smollm2").generate(["Hello"])``. Not thread-safe; use it as a context manager or call :meth:`shutdown`.
+
+    ``settings`` are the command line's in their Python spelling (``dtype="bfloat16"``, ``max_num_seqs=8``).
+    ``launch`` turns name and settings into a spec and this process's plugins.
+    """
+
+    def __init__(self, model: str, *, launch: Launcher = launch_model, **settings: Any) -> None:
+        started = launch(model, settings, ROLES)
+        frontend = Frontend.from_spec(started.spec, started.runtime)
+        core = build_engine(started.spec, started.runtime)
+        self._assemble(core, frontend, started.spec.max_unfinished, lambda: announce_stop(started.runtime))
+
+    @classmethod
+    def from_parts(cls, core: EngineCore, frontend: Frontend, *, max_unfinished: int | None = None) -> LLM:
+        """Over an engine core that exists already; it is owned from here on."""
+        llm = cls.__new__(cls)
+        llm._assemble(core, frontend, max_unfinished, lambda: None)
+        return llm
+
+    def _assemble(
+        self, core: EngineCore, frontend: Frontend, max_unfinished: int | None, on_stop: Callable[[], None]
+    ) -> None:
+        self._client = InprocClient(core)
+        self._frontend = frontend
+        self._max_unfinished = max_unfinished
+        self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
+        self._on_stop: Callable[[], None] | None = on_stop
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._frontend.tokenizer
+
+    @property
+    def core(self) -> EngineCore:
+        return self._client.core
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        options: RequestOptions | None = None,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (a text, ids, or a list of such) and return the outputs in the order given.
+
+        One ``params`` serves all prompts; a list has one each. All requests are checked before the first one runs.
+        Raises ``InvalidRequestError``, ``EngineDeadError``.
+        """
+        asked = _as_prompts(prompts)
+        each = _as_params(params, len(asked))
+        processed = [
+            self._frontend.inputs.process(prompt, _final(one), options) for prompt, one in zip(asked, each, strict=True)
+        ]
+        return self._run(processed, show_progress)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_arguments: dict[str, Any] | None = None,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        several: Iterable[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self._frontend.render_chat(one, template_arguments=template_arguments) for one in several]
+        return self.generate(prompts, params, show_progress=show_progress)
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.core.utility("reset_prefix_cache"))
+
+    def shutdown(self) -> None:
+        """Stop the workers. Idempotent."""
+        if self._on_stop is not None:
+            on_stop, self._on_stop = self._on_stop, None
+            self._client.shutdown()
+            on_stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _run(self, processed: list[ProcessedRequest], show_progress: bool) -> list[RequestOutput]:
+        backlog = deque(processed)
+        states: list[RequestState] = []
+        progress = _progress(len(processed), show_progress)
+        num_done = 0
+        try:
+            while backlog or self._outputs.num_sequences:
+                self._feed(backlog, states)
+                for frame in self._client.step():
+                    self._client.abort(self._outputs.process(frame))
+                done = sum(state.finished for state in states)
+                if done > num_done:
+                    progress(done)
+                    num_done = done
+        except BaseException:
+            self._client.abort([name for state in states for name in self._outputs.abort(state.processed.request_id)])
+            raise
+        return [_result(state) for state in states]
+
+    def _feed(self, backlog: deque[ProcessedRequest], states: list[RequestState]) -> None:
+        """Hand over what the waiting queue takes: an offline batch may be longer than a server's queue."""
+        limit = self._max_unfinished
+        while backlog:
+            count = len(backlog[0].requests)
+            busy = self._outputs.num_sequences
+            if limit is not None and busy and busy + count > limit:
+                return
+            one = backlog.popleft()
+            self._client.add(one.requests)
+            states.append(self._outputs.add(one))
+
+
+def _result(state: RequestState) -> RequestOutput:
+    output = state.take()
+    if output is None or state.failure is not None:
+        raise state.failure or RuntimeError(f"request {state.processed.request_id} ended without an output")
+    return output
+
+
+def _final(params: Any) -> Any:
+    """Nobody reads in between, so nothing is made for it. Other types are left for the validator to refuse."""
+    if not isinstance(params, SamplingParams):
+        return params
+    return msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    return [_as_prompt(prompt) for prompt in prompts]
+
+
+def _as_prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or DEFAULT_PARAMS] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} params for {count} prompts; give one, or one each", param="params")
+    return list(params)
+
+
+def _progress(total: int, wanted: bool) -> Callable[[int], None]:
+    """Called with the number of prompts done; rewrites one line on stderr."""
+
+    def show(done: int) -> None:
+        print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return show if wanted else lambda done: None

@@ -1,0 +1,57 @@
+"""Hands statistics events to the loggers and keeps a failing one from harming anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from hardpoint.engine.output_processor import StatEvent
+from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved
+
+__all__ = ["StatFanout"]
+
+_logger = logging.getLogger("hardpoint.engine")
+
+
+class StatFanout:
+    """``quarantine(name, error)`` is told of a failing logger, which is left out from then on."""
+
+    def __init__(
+        self, loggers: Mapping[str, StatLogger], quarantine: Callable[[str, Exception], None] | None = None
+    ) -> None:
+        self.loggers = dict(loggers)
+        self._quarantine = quarantine
+
+    def observe(self, event: StatEvent) -> None:
+        if isinstance(event, StepObserved):
+            self._each(lambda logger: logger.on_step(event))
+        elif isinstance(event, RequestFinished):
+            self._each(lambda logger: logger.on_finished(event))
+        else:
+            self._each(lambda logger: logger.on_tokens(event))
+
+    def flush(self) -> None:
+        self._each(lambda logger: logger.flush())
+
+    async def run(self) -> None:
+        """Flush each logger at its own interval, until cancelled."""
+        await asyncio.gather(*(self._flush_every(name, logger) for name, logger in self.loggers.items()))
+
+    async def _flush_every(self, name: str, logger: StatLogger) -> None:
+        while name in self.loggers:
+            await asyncio.sleep(logger.interval_s)
+            self._guard(name, logger, lambda one: one.flush())
+
+    def _each(self, action: Callable[[StatLogger], None]) -> None:
+        for name, logger in list(self.loggers.items()):
+            self._guard(name, logger, action)
+
+    def _guard(self, name: str, logger: StatLogger, action: Callable[[StatLogger], None]) -> None:
+        try:
+            action(logger)
+        except Exception as error:
+            self.loggers.pop(name, None)
+            _logger.warning("stat logger %r failed and is left out: %s: %s", name, type(error).__name__, error)
+            if self._quarantine is not None:
+                self._quarantine(name, error)

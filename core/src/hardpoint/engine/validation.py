@@ -1,0 +1,277 @@
+"""The one validator of requests: every front end and every field passes here, before anything is queued.
+
+Everything raised is ``InvalidRequestError`` with ``param`` and ``code``, whatever a client or Python caller hands in:
+wrong types included. Bounds come from :class:`ModelLimits` alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
+from hardpoint.interfaces.request import Int32Array, SamplingParams
+
+__all__ = [
+    "validate_batch",
+    "validate_options",
+    "validate_prompt",
+    "validate_sampling",
+    "validate_token_ids",
+]
+
+MAX_TIMEOUT_S = 24 * 3600.0
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARS = 128
+MAX_CHARS_PER_TOKEN = 256
+MAX_EXTENSION_BYTES = 64 * 1024
+_LABEL = re.compile(r"[A-Za-z0-9_.:=+-]+")
+_PATH = re.compile(r"\$\.(\w+)")
+_INT32_MAX = 2**31 - 1
+
+# Lowest and highest allowed value of each number; both ends included.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, _INT32_MAX),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),
+    "min_tokens": (0, _INT32_MAX),
+    "seed": (-(2**63), 2**63 - 1),
+}
+# Zero is in the range above but divides or leaves nothing to draw from.
+_POSITIVE = frozenset({"top_p", "repetition_penalty"})
+
+
+def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code=code)
+
+
+def validate_batch(num_prompts: int, n: int, limits: ModelLimits) -> None:
+    """Prompts and sequences of one call, before anything is built for them."""
+    if num_prompts < 1:
+        raise _refuse("no prompt was given", "prompt", "empty_prompt")
+    if num_prompts > limits.max_prompts:
+        raise _refuse(f"{num_prompts} prompts were given; at most {limits.max_prompts} are allowed", "prompt")
+    _check_n(n, limits)
+    total = max(limits.max_prompts, limits.max_n)
+    if num_prompts * n > total:
+        raise _refuse(f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {total}", "n")
+
+
+def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
+    """The same parameters with exact types and ``max_tokens`` filled in. ``prompt_len`` is in tokens."""
+    typed = _typed(params)
+    _check_n(typed.n, limits)
+    for name, (low, high) in _RANGES.items():
+        value = getattr(typed, name)
+        if value is not None and not (low <= value <= high and (value > 0 or name not in _POSITIVE)):
+            above = "above 0 and " if name in _POSITIVE else f"from {low:g} "
+            raise _refuse(f"{name} is {value}; it must be {above}up to {high:g}", name)
+    if typed.n > 1 and typed.is_greedy:
+        raise _refuse(f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature", "n")
+    _check_stop(typed, limits)
+    _check_token_fields(typed, limits)
+    _check_logprobs(typed, limits)
+    _check_extensions(typed)
+    return _check_lengths(typed, prompt_len, limits)
+
+
+def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
+    """What can be said before tokenizing: one of text and ids, plain text, a plausible length, a harmless salt."""
+    if not isinstance(prompt, Prompt):
+        raise _refuse(f"a prompt must be text or token ids, not {type(prompt).__name__}", "prompt", "invalid_type")
+    if (prompt.text is None) == (prompt.token_ids is None):
+        raise _refuse("a prompt must have either text or token ids", "prompt")
+    if prompt.text is not None:
+        _check_text(prompt.text, "prompt")
+        if not prompt.text:
+            raise _refuse("the prompt is empty", "prompt", "empty_prompt")
+        if len(prompt.text) > limits.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise _refuse(
+                f"the prompt has {len(prompt.text)} characters, far more than the context length of "
+                f"{limits.max_model_len} tokens can hold",
+                "prompt",
+                "context_length_exceeded",
+            )
+    if prompt.cache_salt is not None:
+        _check_label(prompt.cache_salt, "cache_salt")
+
+
+def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
+    """Prompt ids as int32 ``[prompt]``: integers inside the vocabulary that leave room for one new token."""
+    if isinstance(token_ids, str | bytes):
+        raise _refuse(f"prompt token ids must be a list of integers, not {type(token_ids).__name__}", "prompt")
+    try:
+        array = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError):
+        array = np.zeros((), dtype=np.object_)
+    if array.ndim == 1 and not len(array):
+        raise _refuse("the prompt is empty", "prompt", "empty_prompt")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _refuse("prompt token ids must be a flat list of integers", "prompt", "invalid_type")
+    if len(array) >= limits.max_model_len:
+        raise _refuse(
+            f"the prompt has {len(array)} tokens; the context length is {limits.max_model_len} tokens, "
+            "one of which must be left for the answer",
+            "prompt",
+            "context_length_exceeded",
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= limits.vocab_size:
+        raise _out_of_vocabulary(low if low < 0 else high, "prompt", limits)
+    return array.astype(np.int32)
+
+
+def validate_options(options: RequestOptions) -> None:
+    if not isinstance(options, RequestOptions):
+        raise _refuse(f"options must be RequestOptions, not {type(options).__name__}", "options", "invalid_type")
+    if not _is_int(options.priority) or abs(options.priority) > MAX_PRIORITY:
+        raise _refuse(f"priority is {options.priority!r}; it must be an integer of at most ±{MAX_PRIORITY}", "priority")
+    timeout = options.timeout_s
+    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= MAX_TIMEOUT_S):
+        raise _refuse(f"timeout_s is {timeout!r}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")
+    if options.tenant != "":
+        _check_label(options.tenant, "tenant")
+    if options.external_id is not None:
+        _check_text(options.external_id, "external_id")
+        if len(options.external_id) > 256:
+            raise _refuse(f"external_id has {len(options.external_id)} characters; at most 256", "external_id")
+    if options.adapter is not None:
+        raise _refuse("this engine serves no adapters", "adapter", "unsupported")
+    if options.extensions:
+        raise _refuse("this engine takes no request extensions", "extensions", "unsupported")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    """Struct constructors check no types; converting the fields does, and turns lists into tuples."""
+    if not isinstance(params, SamplingParams):
+        raise _refuse(f"params must be SamplingParams, not {type(params).__name__}", "params", "invalid_type")
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    if isinstance(fields["stop"], str):
+        fields["stop"] = (fields["stop"],)
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+        found = _PATH.search(str(error))
+        param = found[1] if found else "params"
+        raise _refuse(f"{param} has a wrong type: {str(error).partition(' - at ')[0]}", param, "invalid_type") from None
+
+
+def _check_n(n: Any, limits: ModelLimits) -> None:
+    if not _is_int(n) or not 1 <= n <= limits.max_n:
+        raise _refuse(f"n is {n}; it must be an integer from 1 to {limits.max_n}", "n")
+
+
+def _check_text(text: Any, param: str) -> None:
+    if not isinstance(text, str):
+        raise _refuse(f"{param} must be text, not {type(text).__name__}", param, "invalid_type")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _refuse(f"{param} holds unpaired surrogates, which are not text", param) from None
+
+
+def _check_label(text: Any, param: str) -> None:
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_SALT_CHARS or not _LABEL.fullmatch(text):
+        allowed = "letters, digits and _.:=+-"
+        raise _refuse(f"{param} must be 1 to {MAX_SALT_CHARS} characters out of {allowed}", param)
+
+
+def _check_stop(params: SamplingParams, limits: ModelLimits) -> None:
+    if len(params.stop) > limits.max_stop_strings:
+        raise _refuse(f"{len(params.stop)} stop strings were given; at most {limits.max_stop_strings}", "stop")
+    for stop in params.stop:
+        _check_text(stop, "stop")
+        if not 0 < len(stop) <= limits.max_stop_chars:
+            raise _refuse(
+                f"a stop string has {len(stop)} characters; it must have 1 to {limits.max_stop_chars}", "stop"
+            )
+    if params.stop and not params.detokenize:
+        raise _refuse("stop strings need detokenize, which is off; use stop_token_ids", "stop")
+
+
+def _out_of_vocabulary(token_id: int, param: str, limits: ModelLimits) -> InvalidRequestError:
+    return _refuse(
+        f"{param} holds token id {token_id}; ids go from 0 to {limits.vocab_size - 1}", param, "token_id_out_of_range"
+    )
+
+
+def _check_ids(ids: Iterable[int], param: str, limits: ModelLimits) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise _out_of_vocabulary(token_id, param, limits)
+
+
+def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
+    fields: dict[str, Sequence[int]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "logit_bias": tuple(params.logit_bias),
+        "bad_words_token_ids": tuple(i for word in params.bad_words_token_ids for i in word),
+    }
+    for param, ids in fields.items():
+        if len(ids) > limits.vocab_size:
+            raise _refuse(f"{param} has {len(ids)} entries; at most {limits.vocab_size}", param)
+        _check_ids(ids, param, limits)
+    for token_id, bias in params.logit_bias.items():
+        if not -100.0 <= bias <= 100.0:
+            raise _refuse(f"logit_bias of token {token_id} is {bias}; it must be from -100 to 100", "logit_bias")
+    if not all(params.bad_words_token_ids):
+        raise _refuse("bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
+
+
+def _check_logprobs(params: SamplingParams, limits: ModelLimits) -> None:
+    for param in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, param)
+        if count is None:
+            continue
+        wanted = limits.vocab_size if count == -1 else count
+        highest = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+        if not 0 <= wanted <= highest:
+            raise _refuse(f"{param} is {count}; it must be from 0 to {highest}", param)
+
+
+def _check_extensions(params: SamplingParams) -> None:
+    if not params.extensions:
+        return
+    try:
+        size = len(msgspec.msgpack.encode(params.extensions))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise _refuse("extensions hold values that cannot be sent to the engine", "extensions") from None
+    if size > MAX_EXTENSION_BYTES:
+        raise _refuse(f"extensions take {size} bytes; at most {MAX_EXTENSION_BYTES}", "extensions")
+
+
+def _check_lengths(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
+    """Defaults first, then every comparison: an unset ``max_tokens`` must not skip one (class 28)."""
+    room = limits.max_model_len - prompt_len
+    wanted = room if params.max_tokens is None else params.max_tokens
+    if wanted < 1:
+        raise _refuse(f"max_tokens is {wanted}; it must be at least 1", "max_tokens")
+    if wanted > room:
+        raise _refuse(
+            f"max_tokens is {wanted} and the prompt has {prompt_len} tokens; together they exceed the context length "
+            f"of {limits.max_model_len} tokens by {wanted - room}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    if params.min_tokens > wanted:
+        raise _refuse(f"min_tokens is {params.min_tokens}, more than the {wanted} tokens allowed", "min_tokens")
+    return msgspec.structs.replace(params, max_tokens=wanted)
