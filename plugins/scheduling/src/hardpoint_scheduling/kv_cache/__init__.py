@@ -1,0 +1,1 @@
+"""KV blocks: pool, prefix index, managers per spec kind, hashing and memory layouts."""

@@ -1,0 +1,155 @@
+"""All KV blocks of one engine: who is referenced, what is free, which block holds which prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import NULL_BLOCK_ID, BlockHashWithGroup
+from hardpoint_scheduling.kv_cache.free_queue import FreeQueue
+from hardpoint_scheduling.kv_cache.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """Reference-counted blocks shared by all KV groups; a block belongs to one group at a time.
+
+    A block is in the free queue exactly while nobody refers to it. A free block that still carries a hash can be
+    adopted again by :meth:`touch`; handing it out for new content by :meth:`allocate` evicts the hash. Freed blocks
+    without a hash are reused first (warm in cache), those with one last (least recently used goes first).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """``num_blocks`` includes the null block. Raises ``ConfigError`` when not even that fits."""
+        if num_blocks < 1:
+            raise ConfigError(
+                f"a KV block pool of {num_blocks} blocks has no room for the null block; raise --num-kv-blocks"
+            )
+        self.num_blocks = num_blocks
+        self._queue = FreeQueue(num_blocks)
+        self._references = [0] * num_blocks
+        self._keys: list[BlockHashWithGroup | None] = [None] * num_blocks
+        self._index = PrefixIndex()
+        # R3.11: the first block is the null block; it leaves the queue here and never comes back.
+        self._queue.remove(NULL_BLOCK_ID)
+
+    @property
+    def num_free(self) -> int:
+        return self._queue.count
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can hold KV: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_cached(self) -> int:
+        """Distinct keys in the prefix index."""
+        return len(self._index)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def key_of(self, block: int) -> BlockHashWithGroup | None:
+        return self._keys[block]
+
+    def free_order(self) -> list[int]:
+        """Free blocks, the next to be handed out first."""
+        return list(self._queue)
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks for new content, each referenced once (R3.16). Raises ``OutOfBlocksError`` when short."""
+        blocks = self._queue.pop_many(count)
+        references, keys = self._references, self._keys
+        for block in blocks:
+            if keys[block] is not None:
+                self.forget(block)
+            references[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Refer to cached blocks once more; they can no longer be evicted (R3.19)."""
+        for block in blocks:
+            if block == NULL_BLOCK_ID:
+                continue
+            if self._references[block] == 0:
+                self._queue.remove(block)
+            self._references[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block, in the given order (R3.17).
+
+        Raises ``ValueError`` for a block nobody refers to.
+        """
+        references, keys, queue = self._references, self._keys, self._queue
+        for block in blocks:
+            if block == NULL_BLOCK_ID:
+                continue
+            count = references[block] - 1
+            if count < 0:
+                raise ValueError(f"block {block} is freed although nobody refers to it")
+            references[block] = count
+            if count == 0:
+                if keys[block] is None:
+                    queue.prepend(block)
+                else:
+                    queue.append(block)
+
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` wait in the free queue: adopting them consumes free blocks (R3.76)."""
+        references = self._references
+        return sum(1 for block in blocks if references[block] == 0 and block != NULL_BLOCK_ID)
+
+    def remember(self, block: int, key: BlockHashWithGroup) -> None:
+        """Enter a full block into the prefix index, replacing the key it carried before (R3.20)."""
+        if block == NULL_BLOCK_ID:
+            return
+        if self._keys[block] is not None:
+            self.forget(block)
+        self._keys[block] = key
+        self._index.insert(key, block)
+
+    def forget(self, block: int) -> None:
+        """Take a block out of the prefix index, so that no later request adopts it."""
+        key = self._keys[block]
+        if key is not None:
+            self._keys[block] = None
+            self._index.remove(key, block)
+
+    def find(self, key: BlockHashWithGroup) -> int | None:
+        return self._index.find(key)
+
+    def reset(self) -> bool:
+        """Forget every cached prefix; False, and nothing changed, while any block is in use (R3.22)."""
+        if self._queue.count != self.num_usable:
+            return False
+        self._index.clear()
+        self._keys = [None] * self.num_blocks
+        return True
+
+    def check_integrity(self, tables: Mapping[str, Sequence[Sequence[int]]] | None = None) -> None:
+        """Raise ``RuntimeError`` naming the first violated invariant (I3.1-I3.3).
+
+        ``tables``: per holder, the blocks of each group; given, every reference must be accounted for.
+        """
+        if min(self._references) < 0:
+            raise RuntimeError("a block has a negative reference count")
+        self._queue.check(b for b, n in enumerate(self._references) if n == 0 and b != NULL_BLOCK_ID)
+        for key, block in self._index:
+            if self._keys[block] != key:
+                raise RuntimeError(f"the prefix index leads to block {block}, which carries another hash")
+        if sum(key is not None for key in self._keys) != sum(1 for _ in self._index):
+            raise RuntimeError("a block carries a hash that the prefix index does not know")
+        if self._keys[NULL_BLOCK_ID] is not None or self._references[NULL_BLOCK_ID]:
+            raise RuntimeError("the null block is referenced or hashed")
+        if tables is not None:
+            self._check_tables(tables)
+
+    def _check_tables(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        held = [0] * self.num_blocks
+        for groups in tables.values():
+            for blocks in groups:
+                for block in blocks:
+                    held[block] += block != NULL_BLOCK_ID
+        for block, (count, references) in enumerate(zip(held, self._references, strict=True)):
+            if count != references:
+                raise RuntimeError(f"block {block} has {references} references, but {count} tables hold it")

@@ -1,0 +1,96 @@
+"""Manager of layers that keep the KV of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from hardpoint.interfaces import (
+    BlockHash,
+    FullAttentionSpec,
+    KVCacheManager,
+    KVCacheSpec,
+    KVSpecRegistration,
+    NoOptions,
+    PluginContext,
+    group_key,
+    plugin,
+)
+from hardpoint_scheduling.kv_cache.block_pool import BlockPool
+from hardpoint_scheduling.views import ReadOnlyView
+
+
+class FullAttentionManager(KVCacheManager):
+    """One table per request, one block per ``block_size`` tokens, nothing released before the end."""
+
+    def __init__(self, pool: BlockPool, group_id: int, spec: KVCacheSpec) -> None:
+        self._pool = pool
+        self._group_id = group_id
+        self._block_size = spec.block_size
+        self._tables: dict[str, list[int]] = {}
+        # Leading blocks of each table that were offered to the prefix index.
+        self._num_entered: dict[str, int] = {}
+
+    def blocks_needed(self, request_id: str, num_tokens: int, num_hit_blocks: int) -> int:
+        table = self._tables.get(request_id)
+        held = num_hit_blocks if table is None else len(table)
+        return max(-(-num_tokens // self._block_size) - held, 0)
+
+    def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Sequence[int]:
+        blocks: list[int] = []
+        find, group_id = self._pool.find, self._group_id
+        for block_hash in islice(block_hashes, max(max_tokens, 0) // self._block_size):
+            block = find(group_key(block_hash, group_id))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def adopt(self, request_id: str, block_ids: Sequence[int]) -> None:
+        if request_id in self._tables:
+            raise ValueError(f"request {request_id} already holds blocks of group {self._group_id}")
+        self._pool.touch(block_ids)
+        self._tables[request_id] = list(block_ids)
+        self._num_entered[request_id] = len(block_ids)
+
+    def allocate(self, request_id: str, num_tokens: int) -> Sequence[int]:
+        table = self._tables.get(request_id)
+        grow = -(-num_tokens // self._block_size) - (0 if table is None else len(table))
+        if grow <= 0:
+            return ()
+        blocks = self._pool.allocate(grow)
+        if table is None:
+            self._tables[request_id] = list(blocks)
+            self._num_entered[request_id] = 0
+        else:
+            table.extend(blocks)
+        return blocks
+
+    def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        table = self._tables.get(request_id)
+        if table is None:
+            return
+        first = self._num_entered[request_id]
+        full = min(num_tokens // self._block_size, len(table), len(block_hashes))
+        for position in range(first, full):
+            self._pool.remember(table[position], group_key(block_hashes[position], self._group_id))
+        self._num_entered[request_id] = max(first, full)
+
+    def free(self, request_id: str) -> None:
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            del self._num_entered[request_id]
+            self._pool.free(reversed(table))
+
+    def block_ids(self, request_id: str) -> Sequence[int]:
+        return ReadOnlyView(self._tables.get(request_id, ()))
+
+
+@plugin("kv_cache_spec")
+def create(ctx: PluginContext, options: NoOptions) -> KVSpecRegistration:
+    """Entry point ``full_attention``."""
+    del ctx, options
+    return REGISTRATION
+
+
+REGISTRATION = KVSpecRegistration(FullAttentionSpec, FullAttentionManager)

@@ -1,0 +1,127 @@
+"""Which manager serves which spec class, and which specs may share a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import KVCacheManager, KVCacheSpec, KVSpecRegistration, PluginAccess
+from hardpoint_scheduling.kv_cache import full_attention
+
+ManagerFactory = Callable[..., KVCacheManager]
+
+
+def builtin_registrations() -> tuple[KVSpecRegistration, ...]:
+    """What this distribution itself registers."""
+    return (full_attention.REGISTRATION,)
+
+
+class SpecRegistry:
+    """Spec class to registration, looked up along the class's method resolution order (R1.60-R1.65).
+
+    A subclass of a registered spec works unregistered; register only what differs. ``builtins`` is asked once, on the
+    first query or registration.
+    """
+
+    def __init__(self, builtins: Callable[[], Iterable[KVSpecRegistration]] = builtin_registrations) -> None:
+        self._builtins: Callable[[], Iterable[KVSpecRegistration]] | None = builtins
+        self._by_class: dict[type[KVCacheSpec], KVSpecRegistration] = {}
+        self._by_role: dict[str, ManagerFactory] = {}
+
+    def register(self, registration: KVSpecRegistration) -> None:
+        """Raises ``ConfigError`` for a grouping base that is no ancestor, or data that contradict an earlier entry.
+
+        Registering equal data again changes nothing.
+        """
+        self._load_builtins()
+        self._add(registration)
+
+    def register_role(self, role: str, manager: ManagerFactory) -> None:
+        """Serve every group of ``role`` by ``manager``, whatever its spec (R1.62)."""
+        known = self._by_role.setdefault(role, manager)
+        if known is not manager:
+            raise ConfigError(f"group role {role!r} already has the manager {_name(known)}; {_name(manager)} conflicts")
+
+    def registration_for(self, spec_class: type[KVCacheSpec]) -> KVSpecRegistration | None:
+        """The registration of the nearest registered ancestor, or None."""
+        self._load_builtins()
+        for ancestor in spec_class.__mro__:
+            found = self._by_class.get(ancestor)
+            if found is not None:
+                return found
+        return None
+
+    def manager_for(self, spec_class: type[KVCacheSpec], role: str | None = None) -> ManagerFactory:
+        """Raises ``ConfigError`` when neither the role nor an ancestor of the class is registered."""
+        if role is not None and role in self._by_role:
+            return self._by_role[role]
+        found = self.registration_for(spec_class)
+        if found is None:
+            raise ConfigError(self._missing("", spec_class))
+        return found.manager
+
+    def grouping_base(self, spec_class: type[KVCacheSpec]) -> type[KVCacheSpec]:
+        """The class whose specs may form one group with ``spec_class``. Raises ``ConfigError`` if unregistered."""
+        found = self.registration_for(spec_class)
+        if found is None:
+            raise ConfigError(self._missing("", spec_class))
+        return found.grouping_base or found.spec_class
+
+    def check(self, specs: Mapping[str, KVCacheSpec]) -> None:
+        """Start-up check (R1.64): every layer's spec has a manager and a grouping base, or ``ConfigError``."""
+        for layer, spec in specs.items():
+            if self.registration_for(type(spec)) is None:
+                raise ConfigError(self._missing(f"layer {layer!r}: ", type(spec)))
+
+    def classes(self) -> dict[str, type[KVCacheSpec]]:
+        """Registered spec classes by their ``kind``, for rebuilding specs from the wire."""
+        self._load_builtins()
+        return {spec_class.kind: spec_class for spec_class in self._by_class}
+
+    def _load_builtins(self) -> None:
+        if self._builtins is not None:
+            builtins, self._builtins = self._builtins, None
+            for registration in builtins():
+                self._add(registration)
+
+    def _add(self, registration: KVSpecRegistration) -> None:
+        spec_class, base = registration.spec_class, registration.grouping_base
+        if base is not None and base not in spec_class.__mro__:
+            raise ConfigError(
+                f"KV cache spec {spec_class.__name__}: its grouping base {base.__name__} is not one of its ancestors; "
+                f"allowed: {', '.join(c.__name__ for c in spec_class.__mro__ if issubclass(c, KVCacheSpec))}"
+            )
+        known = self._by_class.setdefault(spec_class, registration)
+        if _facts(known) != _facts(registration):
+            raise ConfigError(
+                f"KV cache spec {spec_class.__name__} is registered twice with different data: "
+                f"manager {_name(known.manager)} and manager {_name(registration.manager)}; remove one of the plugins"
+            )
+
+    def _missing(self, where: str, spec_class: type[KVCacheSpec]) -> str:
+        names = ", ".join(sorted(c.__name__ for c in self._by_class)) or "none"
+        return (
+            f"{where}KV cache spec type {spec_class.__name__} has no manager; registered: {names}. "
+            "Install or enable a kv_cache_spec plugin that provides it"
+        )
+
+
+def load_registry(plugins: PluginAccess | None, kinds: Iterable[str]) -> SpecRegistry:
+    """The built-in registrations plus those of the ``kv_cache_spec`` plugins named ``kinds``.
+
+    ``plugins`` None (a scheduler used as a library) leaves the built-ins only. Raises the plugin errors of
+    ``PluginAccess.create``.
+    """
+    registry = SpecRegistry()
+    if plugins is not None:
+        for kind in sorted(set(kinds)):
+            registry.register(plugins.create("kv_cache_spec", kind, plugins.context("kv_cache_spec", kind)))
+    return registry
+
+
+def _facts(registration: KVSpecRegistration) -> tuple[object, object]:
+    return registration.manager, registration.grouping_base or registration.spec_class
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__qualname__", repr(value))

@@ -1,0 +1,95 @@
+"""Counters of running requests as arrays over slots, so that a steady step is a handful of numpy calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hardpoint_scheduling.schedulers.request import LiveRequest
+
+STOP_WIDTH = 8
+"""Stop ids per slot that are compared as arrays; a request with more is looked at one by one."""
+
+NO_TOKEN = -1
+"""Padding of stop id rows: no token has this id."""
+
+
+class SlotTable:
+    """Struct of arrays, one entry per slot (``0 <= slot < num_slots``).
+
+    Attributes:
+        owner: the request that holds the slot, or None.
+        generation: int32, how often the slot was handed out while it is held, 0 while it is free. So a late result of
+            an earlier owner matches neither a free slot nor the next owner.
+        num_tokens: int32, length of the known sequence.
+        computed: int32, tokens whose KV exists once all scheduled steps ran.
+        capacity: int32, tokens that the held blocks cover.
+        limit: int32, ``num_tokens`` at which the request ends for reasons of length.
+        stops_after: int32, stop ids count only once ``num_tokens`` exceeds this.
+        last_step: int64, fence number of the last step that scheduled the slot.
+        detail: bool, the next output needs more than its token (first output, logprobs, many stop ids).
+        stop_ids: int32 [slots, STOP_WIDTH], padded with ``NO_TOKEN``.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.owner: list[LiveRequest | None] = [None] * num_slots
+        self.generation = np.zeros(num_slots, dtype=np.int32)
+        self.num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.computed = np.zeros(num_slots, dtype=np.int32)
+        self.capacity = np.zeros(num_slots, dtype=np.int32)
+        self.limit = np.zeros(num_slots, dtype=np.int32)
+        self.stops_after = np.zeros(num_slots, dtype=np.int32)
+        self.last_step = np.zeros(num_slots, dtype=np.int64)
+        self.detail = np.zeros(num_slots, dtype=np.bool_)
+        self.stop_ids = np.full((num_slots, STOP_WIDTH), NO_TOKEN, dtype=np.int32)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._handed_out = [0] * num_slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def assign(self, request: LiveRequest, num_computed: int, capacity: int) -> int:
+        """Give ``request`` a free slot with every entry set anew."""
+        slot = self._free.pop()
+        self._handed_out[slot] += 1
+        self.owner[slot] = request
+        self.generation[slot] = self._handed_out[slot]
+        self.num_tokens[slot] = request.num_tokens
+        self.computed[slot] = num_computed
+        self.capacity[slot] = capacity
+        self.limit[slot] = request.limit
+        sampling = request.record.sampling
+        self.stops_after[slot] = request.num_prompt_tokens + sampling.min_tokens
+        self.last_step[slot] = 0
+        stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.record.eos_token_ids)]
+        many_stops = len(stops) > STOP_WIDTH
+        self.stop_ids[slot] = NO_TOKEN
+        if not many_stops:
+            self.stop_ids[slot, : len(stops)] = stops
+        self.detail[slot] = True
+        request.slot, request.table = slot, self
+        return slot
+
+    def release(self, request: LiveRequest) -> int:
+        """Take the slot back; results still under way for it are stale from now on."""
+        slot = request.slot
+        if slot is None or self.owner[slot] is not request:
+            raise RuntimeError(f"request {request.request_id} does not own slot {slot}")
+        self.owner[slot] = None
+        self.generation[slot] = 0
+        request.slot = request.table = None
+        self._free.append(slot)
+        return slot
+
+    def always_needs_detail(self, slot: int) -> bool:
+        """Whether outputs after the first still cannot take the array path."""
+        owner = self.owner[slot]
+        if owner is None:
+            return False
+        sampling = owner.record.sampling
+        eos = () if sampling.ignore_eos else owner.record.eos_token_ids
+        return sampling.logprobs is not None or len(sampling.stop_token_ids) + len(eos) > STOP_WIDTH
