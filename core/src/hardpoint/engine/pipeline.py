@@ -50,10 +50,10 @@ class StepPipeline:
         return bool(self.inflight) or self.scheduler.has_work()
 
     def advance(self) -> list[EngineOutput]:
-        """Submit what fits, then finish the oldest step. Returns [] when there was nothing to finish."""
+        """Submit what fits, then finish the oldest step. With nothing to finish, only outputs that needed no step."""
         self._submit()
         if not self.inflight:
-            return []
+            return self.scheduler.take_outputs()
         oldest = self.inflight[0]
         output = self._resolve(oldest)
         self.inflight.popleft()

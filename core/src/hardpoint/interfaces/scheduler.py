@@ -163,6 +163,13 @@ class Scheduler(ABC):
         """Apply results: append tokens, check stops and limits, free what finished. Outputs hold only changed
         requests."""
 
+    def take_outputs(self) -> list[EngineOutput]:
+        """Terminal outputs that arose without a step, such as a deadline passed while waiting; each returned once.
+
+        The loop asks when :meth:`schedule` returned nothing to execute; otherwise :meth:`update` delivers them.
+        """
+        return []
+
     @abstractmethod
     def has_work(self) -> bool:
         """True while a call of :meth:`schedule` could compute something or must deliver finished slots."""

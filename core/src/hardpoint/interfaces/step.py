@@ -61,6 +61,9 @@ class BlockUpdate(msgspec.Struct, frozen=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One scheduling decision. Workers apply it in this order: finished, zeroing, new rows, blocks, forward.
 
+    Rows may share blocks, also one that an earlier row fills in this very step: in each layer a worker writes the KV of
+    all rows before any row attends.
+
     Attributes:
         step_id: strictly increasing per engine.
         slots, generations: int32 [R]; rows in the order the scheduler chose.
