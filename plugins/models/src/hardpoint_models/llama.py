@@ -28,28 +28,28 @@ def build_decoder(ctx: ModelContext, variant: DecoderVariant) -> DecoderModel:
     return DecoderModel(info, DecoderConfig.read(info.config, info.architecture, variant), ctx.layers, ctx.stage)
 
 
-@plugin("model")
+@plugin("model", capabilities={"tasks": ["generate"]})
 def create_llama(ctx: ModelContext, options: NoOptions) -> Model:
     """``LlamaForCausalLM``: also SmolLM2 and other models saved under that name."""
     del options
     return build_decoder(ctx, LLAMA)
 
 
-@plugin("model")
+@plugin("model", capabilities={"tasks": ["generate"]})
 def create_mistral(ctx: ModelContext, options: NoOptions) -> Model:
     """``MistralForCausalLM``: every layer has the sliding window, if the configuration sets one."""
     del options
     return build_decoder(ctx, MISTRAL)
 
 
-@plugin("model")
+@plugin("model", capabilities={"tasks": ["generate"]})
 def create_qwen2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForCausalLM``: biases on query, key and value; optional windows in the upper layers."""
     del options
     return build_decoder(ctx, QWEN2)
 
 
-@plugin("model")
+@plugin("model", capabilities={"tasks": ["generate"]})
 def create_qwen3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3ForCausalLM``: queries and keys are normalized per head before rotation."""
     del options

@@ -1,0 +1,181 @@
+"""Runs a model plugin step by step without an engine: block tables, slots and metadata made here, by the book.
+
+Legend: T tokens of the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardpoint.interfaces.attention import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint.interfaces.model import Model, ModelContext, StageRange
+from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
+from hardpoint.interfaces.platform import ThreadPlan
+from hardpoint.interfaces.plugin import NoOptions
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.roles import ProcessRole
+from hardpoint_torch_runtime import ForwardContext, LayerToolkit, load_weights, set_forward_context
+
+__all__ = ["LocalDriver", "ModelFactory", "build_model", "worker_config"]
+
+ModelFactory = Any
+"""``(ModelContext, NoOptions) -> Model``: what a model plugin's entry point names."""
+
+
+def worker_config(info: ModelInfo, *, dtype: str = "float32", block_size: int = 4) -> WorkerConfig:
+    """Settings of a one-rank worker for a tiny model."""
+    return WorkerConfig(
+        model=info,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        block_size=block_size,
+        max_model_len=info.max_position,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        threads=ThreadPlan(compute_threads=1),
+        show_progress=False,
+    )
+
+
+def build_model(
+    factory: ModelFactory,
+    loader: WeightLoader,
+    config: WorkerConfig,
+    backend: AttentionBackend,
+    *,
+    stage: StageRange | None = None,
+) -> tuple[Model, LayerToolkit]:
+    """A model plugin's model with weights, as the torch worker builds it."""
+    toolkit = LayerToolkit.create(
+        config, device=torch.device("cpu"), dtype=getattr(torch, config.dtype), attention_backend=backend
+    )
+    context = ModelContext(
+        name=config.model.architecture,
+        api_version=1,
+        roles=frozenset({ProcessRole.WORKER}),
+        rank=0,
+        config=config,
+        stage=stage,
+        layers=toolkit,
+    )
+    model: Model = factory(context, NoOptions())
+    load_weights(model, loader, config.model, show_progress=False)
+    return model, toolkit
+
+
+@dataclass(slots=True)
+class _Sequence:
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class LocalDriver:
+    """Holds the KV cache of one model and runs mixed batches over it.
+
+    The cache starts as NaN and freed blocks become NaN again, and blocks are handed out in random order: reading what
+    does not belong to a sequence shows at once.
+    """
+
+    def __init__(self, model: Model, toolkit: LayerToolkit, *, num_blocks: int = 400, seed: int = 0) -> None:
+        self.model = model
+        self._layers = toolkit.attention_layers
+        self._backend = toolkit.attention_backend
+        self._block_size = toolkit.config.block_size
+        self._free = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._sequences: dict[str, _Sequence] = {}
+        self._caches: dict[str, torch.Tensor] = {}
+        self._builders: dict[Any, tuple[AttentionMetadataBuilder, list[str]]] = {}
+        for name, spec in model.kv_cache_specs().items():
+            self._add_layer(name, spec, num_blocks, toolkit.config)
+
+    def _add_layer(self, name: str, spec: Any, num_blocks: int, config: WorkerConfig) -> None:
+        if not isinstance(spec, AttentionSpec):
+            raise TypeError(f"layer {name!r} keeps {type(spec).__name__}; this driver knows attention caches only")
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        self._caches[name] = torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype))
+        if spec not in self._builders:
+            builder = self._backend.create_builder(
+                spec, [name], config.max_num_seqs, config.max_num_batched_tokens, torch.device("cpu")
+            )
+            self._builders[spec] = (builder, [])
+        self._builders[spec][1].append(name)
+
+    def num_computed(self, name: str) -> int:
+        return self._sequences[name].num_computed if name in self._sequences else 0
+
+    def free(self, name: str) -> None:
+        """Forget a sequence; its blocks are poisoned."""
+        sequence = self._sequences.pop(name)
+        for cache in self._caches.values():
+            cache[sequence.blocks] = torch.nan
+        self._free = sequence.blocks[::-1] + self._free
+
+    @torch.inference_mode()
+    def step(self, chunks: Mapping[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, torch.Tensor]:
+        """Feed each named sequence its next tokens, all in one step. Returns logits [tokens, V] per sequence."""
+        common = self._common(chunks, num_padding)
+        tokens = [token for chunk in chunks.values() for token in chunk]
+        positions = [
+            position
+            for name, chunk in chunks.items()
+            for position in range(self.num_computed(name) - len(chunk), self.num_computed(name))
+        ]
+        pad = [0] * num_padding
+        slots = torch.cat((common.slot_mapping, torch.full((num_padding,), -1)))
+        context = ForwardContext(
+            attention_metadata={
+                layer: metadata
+                for builder, layers in self._builders.values()
+                for metadata in (builder.build(common),)
+                for layer in layers
+            },
+            slot_mapping=dict.fromkeys(self._layers, slots),
+            kv_caches=self._caches,
+            num_tokens=len(tokens),
+        )
+        with set_forward_context(context):
+            hidden = self.model.forward(torch.tensor(tokens + pad), torch.tensor(positions + pad))
+        logits = self.model.logits(hidden[: len(tokens)])
+        return dict(zip(chunks, torch.split(logits, [len(chunk) for chunk in chunks.values()]), strict=True))
+
+    def _common(self, chunks: Mapping[str, Sequence[int]], num_padding: int) -> CommonAttentionMetadata:
+        del num_padding
+        slots: list[int] = []
+        for name, chunk in chunks.items():
+            slots += self._grow(self._sequences.setdefault(name, _Sequence()), len(chunk))
+        sequences = [self._sequences[name] for name in chunks]
+        lengths = [len(chunk) for chunk in chunks.values()]
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        seq_lens = np.array([sequence.num_computed for sequence in sequences], dtype=np.int32)
+        table = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.blocks)] = sequence.blocks
+        return CommonAttentionMetadata(
+            num_rows=len(sequences),
+            num_tokens=sum(lengths),
+            max_query_len=max(lengths),
+            max_seq_len=int(seq_lens.max()),
+            query_start_loc=torch.from_numpy(starts),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.from_numpy(seq_lens),
+            seq_lens_cpu=seq_lens,
+            block_table=torch.from_numpy(table),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            block_size=self._block_size,
+        )
+
+    def _grow(self, sequence: _Sequence, count: int) -> list[int]:
+        begin = sequence.num_computed
+        sequence.num_computed += count
+        while len(sequence.blocks) * self._block_size < sequence.num_computed:
+            sequence.blocks.append(self._free.pop())
+        size = self._block_size
+        return [sequence.blocks[p // size] * size + p % size for p in range(begin, sequence.num_computed)]

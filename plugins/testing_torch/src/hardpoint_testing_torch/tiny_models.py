@@ -1,0 +1,108 @@
+"""Tiny randomly initialized Hugging Face models, saved to a folder, as oracles of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
+
+__all__ = ["TINY_SIZES", "TinyModel", "make_tiny_model", "model_info"]
+
+TINY_SIZES: Mapping[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """``oracle`` is the Hugging Face model in float32; ``folder`` holds config.json and model.safetensors."""
+
+    oracle: Any
+    folder: Path
+    info: ModelInfo
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Stored tensors by name, read from the file (tied ones appear once)."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "model.safetensors")
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary] of one sequence."""
+        return self.oracle(torch.tensor([token_ids])).logits[0].float()
+
+    @torch.inference_mode()
+    def greedy(self, token_ids: list[int], count: int) -> list[int]:
+        """The ``count`` most likely continuations, one at a time; end-of-sequence is a token like any other."""
+        tokens = list(token_ids)
+        cache = None
+        pending = tokens
+        for _ in range(count):
+            result = self.oracle(torch.tensor([pending]), past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            pending = [int(result.logits[0, -1].argmax())]
+            tokens += pending
+        return tokens[len(token_ids) :]
+
+
+def make_tiny_model(
+    architecture: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> TinyModel:
+    """Create, save and describe a tiny model. ``config`` overrides ``TINY_SIZES``.
+
+    Weights are drawn wide enough that attention is far from uniform; biases and norms are random too, so that a
+    forgotten one shows.
+    """
+    model_class = getattr(transformers, architecture)
+    hf_config = model_class.config_class(**{**TINY_SIZES, **config})
+    hf_config.architectures = [architecture]
+    torch.manual_seed(seed)
+    oracle = model_class(hf_config).to(dtype).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.3)
+            else:
+                parameter.copy_(1 + noise * 0.2)
+            parameter.copy_(parameter.to(dtype).float())
+    oracle.to(dtype).save_pretrained(folder, safe_serialization=True)
+    oracle.float()
+    return TinyModel(oracle, folder, model_info(folder, architecture))
+
+
+def model_info(folder: Path, architecture: str) -> ModelInfo:
+    """What a loader would say about a saved folder."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    files = tuple(sorted(path.name for path in folder.iterdir()))
+    return ModelInfo(
+        artifact=ModelArtifact(name=folder.name, root=str(folder), files=files, source="local"),
+        architecture=architecture,
+        config=config,
+        max_position=config["max_position_embeddings"],
+        vocab_size=config["vocab_size"],
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        loader="safetensors",
+    )
