@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, PluginError
 from hardpoint.logging import configure_logging, get_logger
 from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
@@ -193,7 +193,11 @@ def boot(
     roles = frozenset(roles)
     title = "+".join(role for role in ProcessRole if role in roles)
     configure_logging(title if rank is None else f"{title}-{rank}", log_level)
-    runtime = PluginRuntime(PluginPlan.from_bytes(plan), roles, rank)
+    try:
+        decoded = PluginPlan.from_bytes(plan)
+    except msgspec.MsgspecError as error:
+        raise PluginError(f"what {title} was given is not a plugin plan: {error}") from error
+    runtime = PluginRuntime(decoded, roles, rank)
     if platform is None:
         platform = next((planned.name for planned in runtime.plan.of("platform") if planned.active), None)
     if platform is not None:

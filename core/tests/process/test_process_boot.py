@@ -1,0 +1,115 @@
+"""The first act of every process: plan, verification, platform, hooks."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hardpoint.errors import PluginError, PluginLoadError, PluginMismatchError
+from hardpoint.plugins import PluginPlan, PluginSelection, build_plan, discover
+from hardpoint.process import announce_stop, boot
+from hardpoint.roles import ProcessRole
+from hardpoint.testing.executor_suite import install_fake_worker
+
+MODULE = """
+from hardpoint.interfaces.hooks import hookimpl
+from hardpoint.interfaces.plugin import plugin
+SEEN = []
+
+class Device:
+    name = "paper"
+
+class Observer:
+    @hookimpl
+    def process_started(self, roles, rank):
+        SEEN.append(("started", sorted(roles), rank))
+
+    @hookimpl
+    def process_stopping(self):
+        SEEN.append("stopping")
+
+@plugin("hooks")
+def observer(ctx, options):
+    SEEN.append(("platform", ctx.platform.name if ctx.platform else None))
+    return Observer()
+
+@plugin("platform")
+def paper(ctx, options):
+    return Device()
+
+@plugin("platform")
+def torn(ctx, options):
+    raise OSError("torn")
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    metadata = tmp_path / "boot_parts.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: boot-parts\nVersion: 2.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[hardpoint.hooks.v1]\nobserver = boot_parts:observer\n"
+        "[hardpoint.platform.v1]\npaper = boot_parts:paper\ntorn = boot_parts:torn\n"
+    )
+    (tmp_path / "boot_parts.py").write_text(MODULE)
+    install_fake_worker(tmp_path)
+    importlib.invalidate_caches()
+    level = logging.getLogger("hardpoint").level
+    yield tmp_path
+    logging.getLogger("hardpoint").setLevel(level)
+    sys.modules.pop("boot_parts", None)
+
+
+def plan(site: Path, **selection: object) -> PluginPlan:
+    return build_plan(discover([str(site)]), PluginSelection(**selection))  # type: ignore[arg-type]
+
+
+def seen() -> list[object]:
+    return list(importlib.import_module("boot_parts").SEEN)
+
+
+def test_platform_comes_before_hooks_and_hooks_before_any_work(site: Path) -> None:
+    chosen = plan(site, choices={"platform": "paper"}).to_bytes()
+    runtime = boot(chosen, {ProcessRole.WORKER}, rank=2)
+    assert runtime.platform is not None
+    assert runtime.context("worker", "faulty").rank == 2
+    assert seen() == [("platform", "paper"), ("started", ["worker"], 2)]
+    announce_stop(runtime)
+    assert seen()[-1] == "stopping"
+    assert [f"{s.kind}:{s.name}" for s in runtime.report().plugins if s.state == "created"] == [
+        "hooks:observer",
+        "platform:paper",
+    ]
+
+
+def test_a_named_platform_wins_and_none_chosen_means_none(site: Path) -> None:
+    data = plan(site).to_bytes()
+    assert boot(data, {ProcessRole.API}).platform is None
+    runtime = boot(data, {ProcessRole.API}, platform="paper")
+    assert getattr(runtime.platform, "name", None) == "paper"
+
+
+def test_a_platform_that_fails_stops_the_process(site: Path) -> None:
+    with pytest.raises(PluginLoadError, match="platform:torn .*torn"):
+        boot(plan(site).to_bytes(), {ProcessRole.WORKER}, rank=0, platform="torn")
+
+
+def test_other_plugins_than_the_plans_stop_the_process_before_it_works(site: Path) -> None:
+    data = plan(site).to_bytes()
+    install_fake_worker(site, version="3.0")
+    with pytest.raises(PluginMismatchError, match=r"rank 1\) differs from the plan: .*1\.0.*3\.0"):
+        boot(data, {ProcessRole.WORKER}, rank=1)
+    assert "boot_parts" not in sys.modules
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"cos\nsystem\n(S'true'\ntR.", b"\x80"])
+def test_what_is_no_plan_is_refused(data: bytes) -> None:
+    with pytest.raises(PluginError, match="not a plugin plan"):
+        boot(data, {ProcessRole.WORKER}, rank=0)
