@@ -43,7 +43,7 @@ from hardpoint.testing.fake_scheduler import FakeScheduler
 from hardpoint.testing.fake_worker import FakeWorker
 from hardpoint.testing.faulty_worker import FAULTS, Fault
 
-__all__ = ["ExecutorSuite", "executor_context", "install_fake_worker", "worker_config"]
+__all__ = ["ExecutorSuite", "empty_step", "executor_context", "install_fake_worker", "worker_config"]
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
