@@ -1,7 +1,7 @@
 """A distribution of fakes: with this folder on the search path, the core alone runs an engine, in one process or two.
 
 The "model" is configured by its name's settings in ``ModelInfo.config``: ``step_delay_s`` slows each step,
-``load_delay_s`` and ``load_error`` concern loading, ``step_error_at`` makes that step fail, ``crash_at`` kills the
+``load_delay_s``, ``load_error`` and ``load_kill`` concern loading, ``step_error_at`` makes that step fail, ``crash_at`` kills the
 process in it.
 """
 
@@ -89,6 +89,8 @@ class ScriptedWorker(FakeWorker):
 
     def load_model(self) -> None:
         time.sleep(self.script.get("load_delay_s", 0.0))
+        if self.script.get("load_kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if "load_error" in self.script:
             raise ModelFormatError(self.script["load_error"])
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import zmq
 
 from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, ModelFormatError, OverloadedError
 from hardpoint.interfaces import FinishReason, OutputKind, Prompt, RequestOptions, RequestOutput, SamplingParams
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import next_token
@@ -69,3 +75,230 @@ async def test_streams_carry_the_tokens_each_prompt_has_alone(start: Start) -> N
             assert outputs[-1].outputs[0].finish_reason is FinishReason.LENGTH
         stats = await llm.refresh_stats()
         assert stats.num_free_blocks == stats.num_total_blocks
+
+
+async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing(start: Start) -> None:
+    async with start() as llm:
+        stream = llm.generate(PROMPT, LONG)
+        first = await anext(stream)
+        await until(lambda: llm.num_unfinished == 0)
+        rest = [output async for output in stream]
+        assert len(rest) == 1
+        assert ids_of([first, *rest]) == expected([40, 41, 42], 100)
+
+
+@pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY])
+async def test_whole_outputs_hold_everything(start: Start, kind: OutputKind) -> None:
+    async with start() as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, output_kind=kind)
+        outputs = await collect(llm, PROMPT, params)
+        assert list(outputs[-1].outputs[0].token_ids) == expected([40, 41, 42], 8)
+        assert len(outputs) == 1 or kind is OutputKind.CUMULATIVE
+        metrics = outputs[-1].metrics
+        assert metrics is not None
+        assert metrics.ttft_s is not None
+        assert metrics.e2e_s is not None
+        assert 0 <= metrics.ttft_s <= metrics.e2e_s
+
+
+async def test_several_sequences_of_one_prompt_end_as_one_request(start: Start) -> None:
+    async with start() as llm:
+        params = SamplingParams(n=3, seed=7, max_tokens=5, output_kind=OutputKind.DELTA)
+        outputs = await collect(llm, PROMPT, params)
+        assert [output.finished for output in outputs].count(True) == 1
+        assert all(ids_of(outputs, index) == expected([40, 41, 42], 5) for index in range(3))
+        ends = [one.index for output in outputs for one in output.outputs if one.finished]
+        assert sorted(ends) == [0, 1, 2]
+
+
+async def test_closing_the_stream_frees_the_blocks(start: Start) -> None:
+    async with start(SLOW) as llm:
+        stream = llm.generate(PROMPT, LONG)
+        await anext(stream)
+        await stream.aclose()
+        assert llm.num_unfinished == 0
+        await asyncio.sleep(0.2)
+        stats = await llm.refresh_stats()
+        assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_total_blocks)
+
+
+async def test_cancelling_the_reader_frees_the_blocks(start: Start) -> None:
+    async with start(SLOW) as llm:
+        tasks = [asyncio.create_task(collect(llm, PROMPT, LONG)) for _ in range(5)]
+        await until(lambda: (stats := llm.stats()) is not None and stats.num_running == 5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await asyncio.sleep(0.2)
+        stats = await llm.refresh_stats()
+        assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_total_blocks)
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine_too(start: Start) -> None:
+    async with start(SLOW) as llm:
+        text = llm.tokenizer.decode(expected([40, 41, 42], 100))
+        params = SamplingParams(temperature=0.0, max_tokens=100, stop=(text[5:8],), output_kind=OutputKind.DELTA)
+        outputs = await collect(llm, PROMPT, params)
+        assert "".join(one.text for output in outputs for one in output.outputs) == text[: text.find(text[5:8])]
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.STOP
+        assert outputs[-1].outputs[0].stop_reason == text[5:8]
+        await asyncio.sleep(0.2)
+        assert (await llm.refresh_stats()).num_running == 0
+
+
+async def test_a_full_queue_refuses_before_anything_is_sent(start: Start) -> None:
+    async with start(SLOW, {"max_num_seqs": 2, "max_waiting": 1}) as llm:
+        tasks = [asyncio.create_task(collect(llm, PROMPT, LONG)) for _ in range(3)]
+        await until(lambda: llm.num_unfinished == 3)
+        with pytest.raises(OverloadedError, match="at most 3"):
+            await collect(llm, PROMPT, GREEDY)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert len(await collect(llm, PROMPT, GREEDY)) >= 1
+
+
+async def test_a_passed_deadline_aborts(start: Start) -> None:
+    async with start(SLOW) as llm:
+        outputs = await collect(llm, PROMPT, LONG, timeout_s=0.15)
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+        assert outputs[-1].error == "the request's time limit has passed"
+
+
+async def test_killing_the_engine_ends_every_stream_with_an_error(start: Start) -> None:
+    async with start(SLOW) as llm:
+        tasks = [asyncio.create_task(collect(llm, PROMPT, LONG)) for _ in range(4)]
+        await until(lambda: (stats := llm.stats()) is not None and stats.num_running == 4)
+        started = time.monotonic()
+        os.kill(llm.client.child.pid, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - started < 1.0
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        assert not llm.is_ready
+        assert not llm.is_alive
+        assert "SIGKILL" in (llm.dead_reason or "")
+        with pytest.raises(EngineDeadError):
+            await collect(llm, PROMPT, GREEDY)
+        with pytest.raises(EngineDeadError):
+            await llm.reset_prefix_cache()
+
+
+async def test_a_failing_step_ends_all_requests_and_the_engine(start: Start) -> None:
+    async with start({"step_error_at": 5, **SLOW}) as llm:
+        runs = await asyncio.gather(*(collect(llm, PROMPT, LONG) for _ in range(3)))
+        for outputs in runs:
+            assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
+            assert outputs[-1].error == "the engine failed during this request"
+        await until(lambda: llm.dead_reason is not None)
+        assert "the device fell off" in (llm.dead_reason or "")
+        assert await asyncio.to_thread(llm.client.child.wait, 5.0) == 1
+
+
+async def test_a_stopped_engine_is_first_not_ready_then_not_alive(start: Start) -> None:
+    async with start(stall_after_s=4.5) as llm:
+        os.kill(llm.client.child.pid, signal.SIGSTOP)
+        try:
+            await until(lambda: not llm.is_ready, 3.0)
+            assert llm.is_alive
+            await until(lambda: not llm.is_alive, 6.0)
+            assert "not advanced" in (llm.dead_reason or "")
+        finally:
+            os.kill(llm.client.child.pid, signal.SIGCONT)
+        await until(lambda: llm.is_ready)
+        assert ids_of(await collect(llm, PROMPT, GREEDY)) == expected([40, 41, 42], 8)
+
+
+async def test_sigterm_lets_running_requests_finish(start: Start) -> None:
+    async with start(SLOW) as llm:
+        task = asyncio.create_task(collect(llm, PROMPT, LONG))
+        await until(lambda: (stats := llm.stats()) is not None and stats.num_running == 1)
+        llm.client.child.terminate()
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineNotReadyError):
+            await collect(llm, PROMPT, GREEDY)
+        assert ids_of(await task) == expected([40, 41, 42], 100)
+        assert await asyncio.to_thread(llm.client.child.wait, 5.0) == 0
+
+
+async def test_a_second_sigterm_aborts_them(start: Start) -> None:
+    async with start({"step_delay_s": 0.1}) as llm:
+        task = asyncio.create_task(collect(llm, PROMPT, LONG))
+        await until(lambda: (stats := llm.stats()) is not None and stats.num_running == 1)
+        llm.client.child.terminate()
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        llm.client.child.terminate()
+        outputs = await asyncio.wait_for(task, 3.0)
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+        assert await asyncio.to_thread(llm.client.child.wait, 5.0) == 0
+
+
+async def test_draining_waits_for_the_running_and_refuses_the_new(start: Start) -> None:
+    async with start(SLOW) as llm:
+        task = asyncio.create_task(collect(llm, PROMPT, GREEDY))
+        await until(lambda: llm.num_unfinished == 1)
+        drained = asyncio.create_task(llm.drain(5.0))
+        await asyncio.sleep(0)
+        assert not llm.is_ready
+        with pytest.raises(EngineNotReadyError):
+            await collect(llm, PROMPT, GREEDY)
+        assert await drained
+        assert ids_of(await task) == expected([40, 41, 42], 8)
+
+
+async def test_a_drain_that_takes_too_long_aborts_the_rest(start: Start) -> None:
+    async with start({"step_delay_s": 0.1}) as llm:
+        task = asyncio.create_task(collect(llm, PROMPT, LONG))
+        await until(lambda: llm.num_unfinished == 1)
+        await llm.shutdown(timeout_s=0.3)
+        outputs = await task
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+        assert llm.client.child.poll() == 0
+
+
+async def test_a_failed_start_raises_the_engines_own_error(start: Start) -> None:
+    with pytest.raises(ModelFormatError, match="model.gguf is cut short"):
+        async with start({"load_error": "model.gguf is cut short"}):
+            raise RuntimeError("the engine must not have started")
+
+
+async def test_an_engine_that_dies_while_it_loads_is_reported(start: Start) -> None:
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        async with start({"load_kill": True}):
+            raise RuntimeError("the engine must not have started")
+
+
+async def test_giving_up_while_it_loads_leaves_no_process(start: Start) -> None:
+    async def run() -> None:
+        async with start({"load_delay_s": 60.0}):
+            raise RuntimeError("the engine must not have started")
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    started = time.monotonic()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    assert time.monotonic() - started < 5.0
+
+
+async def test_bad_frames_are_dropped_by_the_engine(start: Start) -> None:
+    async with start() as llm:
+        for frame in (b"", b"\xc1", b"not msgpack", b"\x81\xa4type\xa3Add", b"\x93\x01\x02\x03"):
+            llm.client._sender.send(frame, zmq.NOBLOCK)
+        assert ids_of(await collect(llm, PROMPT, GREEDY)) == expected([40, 41, 42], 8)
+        with pytest.raises(Exception, match="does not exist"):
+            await llm.client.utility("shutdown_everything")
+
+
+async def test_statistics_reach_the_loggers(start: Start) -> None:
+    async with start() as llm:
+        outputs = await collect(llm, PROMPT, GREEDY)
+        logger: Any = llm.stat_loggers["fake"]
+        assert sum(event.num_generated_tokens for event in logger.steps) == 8
+        assert sum(event.num_prompt_tokens for event in logger.steps) == 3
+        assert [len(event.ttft_s) for event in logger.tokens].count(1) == 1
+        (finished,) = logger.finished
+        assert finished.request_id == outputs[0].request_id
+        assert (finished.reason, finished.num_generated_tokens) == (FinishReason.LENGTH, 8)

@@ -176,7 +176,7 @@ class AsyncLLM:
         """End the engine process; requests that outlast ``timeout_s`` end with an error. Idempotent."""
         self._is_draining = True
         drained = drain and await self.drain(timeout_s)
-        await self.client.shutdown(drain=drained, timeout_s=timeout_s if drained else 0.0)
+        await self.client.shutdown(drain=drained, timeout_s=timeout_s)
         self._flusher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._flusher
@@ -218,5 +218,6 @@ class AsyncLLM:
         self._changed.set()
 
     def _on_dead(self, reason: str) -> None:
-        self._outputs.fail_all(lambda: EngineDeadError(reason))
+        failure = EngineNotReadyError if self._is_draining else EngineDeadError
+        self._outputs.fail_all(lambda: failure(reason))
         self._changed.set()

@@ -43,12 +43,20 @@ LAST_WORDS_S = 0.1
 """After a child's exit: time for frames it had sent to arrive."""
 
 
+KILL_AFTER_S = 5.0
+"""What a child gets to end after it was told to."""
+
+
 class Child(Protocol):
     """The part of ``hardpoint.process.ChildProcess`` that supervision needs."""
 
     @property
+    def pid(self) -> int: ...
+    @property
     def is_alive(self) -> bool: ...
+    def poll(self) -> int | None: ...
     def on_exit(self, callback: Callable[[int], None]) -> None: ...
+    def terminate(self) -> None: ...
     def wait(self, timeout: float | None = None) -> int | None: ...
     def close(self) -> None: ...
 
@@ -69,7 +77,7 @@ class InprocClient:
     def step(self) -> list[EngineOutputs]:
         """One step's frames. Waits a moment when the engine can do nothing now. Raises ``EngineDeadError``."""
         frames = list(self.core.step().values())
-        if not frames and self.core.dead_reason is not None:
+        if self.core.dead_reason is not None:
             raise EngineDeadError(self.core.dead_reason)
         if not self.core.made_progress:
             time.sleep(0.001)
@@ -128,7 +136,7 @@ class ProcessClient:
         try:
             await client._ready
         except BaseException:
-            await client.shutdown(drain=False, timeout_s=2.0)
+            await client.shutdown(drain=False)
             raise
         return client
 
@@ -145,7 +153,8 @@ class ProcessClient:
     def is_ready(self) -> bool:
         """Loaded, and advancing within a third of the time after which it counts as stalled."""
         responsive = self.silence_s < self._stall_after_s / 3
-        return self.facts is not None and self.dead_reason is None and not self.is_closing and responsive
+        running = self.child.is_alive and self.dead_reason is None and not self.is_closing
+        return self.facts is not None and running and responsive
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._send(Add(list(requests)))
@@ -166,11 +175,16 @@ class ProcessClient:
             del self._calls[call_id]
 
     async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> int | None:
-        """End the process, by force after ``timeout_s`` and a grace. Returns its exit code. Idempotent."""
+        """End the process, by force when it takes too long: live requests get ``timeout_s`` if ``drain``, else nothing.
+
+        Returns the exit code, None after a kill.
+        """
         already, self.is_closing = self.is_closing, True
-        if not already and self.child.is_alive and self.dead_reason is None:
-            self._send(Shutdown(drain, timeout_s if drain else 0.0))
-        grace = timeout_s + 5.0 if drain else max(timeout_s, 2.0)
+        if self.facts is None:
+            self.child.terminate()  # While it loads it listens to nothing else.
+        elif not already and self.child.is_alive and self.dead_reason is None:
+            self._send(Shutdown(drain, timeout_s))
+        grace = KILL_AFTER_S + (timeout_s if drain else 0.0)
         code = await asyncio.to_thread(self.child.wait, grace)
         await asyncio.sleep(LAST_WORDS_S)
         if code is None:

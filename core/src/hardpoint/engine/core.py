@@ -144,7 +144,15 @@ class EngineCore:
         if self.dead_reason is None:
             self._guard(self._advance)
         self.made_progress = self.num_steps > steps or bool(self._outbox)
-        return self._frames()
+        return self.take_frames()
+
+    def take_frames(self) -> dict[int, EngineOutputs]:
+        """What is ready for each client, without computing anything."""
+        outbox, self._outbox = self._outbox, {}
+        if not outbox:
+            return {}
+        stats = self.scheduler.stats() if self.dead_reason is None else None
+        return {client: EngineOutputs(outputs, stats, self._clock()) for client, outputs in outbox.items()}
 
     def utility(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Run one of :data:`UTILITIES`. Raises ``ConfigError`` for another name and whatever the call raises."""
@@ -155,11 +163,12 @@ class EngineCore:
         if method == "set_pause":
             return self.scheduler.set_pause(PauseMode(args[0]))
         if method == "check_health":
-            return self.executor.collective_rpc("check_health") and None
+            self.executor.collective_rpc("check_health")
+            return None
         return getattr(self.scheduler, method)()
 
     def shutdown(self) -> None:
-        """Stop the workers. Live requests end with ``ABORT``; frames still come from :meth:`step`. Idempotent."""
+        """End live requests with ``ABORT`` (see :meth:`take_frames`) and stop the workers. No step may follow."""
         self.begin_drain()
         self.abort_all()
         self.executor.shutdown()
@@ -207,13 +216,6 @@ class EngineCore:
                 del self._clients[output.request_id]
                 self._hooks.call("request_finished", output=output)
 
-    def _frames(self) -> dict[int, EngineOutputs]:
-        outbox, self._outbox = self._outbox, {}
-        if not outbox:
-            return {}
-        stats = self.scheduler.stats() if self.dead_reason is None else None
-        return {client: EngineOutputs(outputs, stats, self._clock()) for client, outputs in outbox.items()}
-
     def _guard(self, action: Callable[[], None]) -> None:
         """Whatever a scheduler, executor or strict hook raises leaves unknown state behind: the engine ends."""
         try:
@@ -227,10 +229,12 @@ class EngineCore:
             return
         self.dead_reason = f"{type(error).__name__}: {error}"
         _logger.error("the engine failed: %s", self.dead_reason, exc_info=error)
-        for name, client in self._clients.items():
+        for name in list(self._clients):
             output = EngineOutput(name, [], FinishReason.ERROR, error="the engine failed during this request")
-            self._outbox.setdefault(client, []).append(output)
-        self._clients.clear()
+            try:
+                self._deliver([output])
+            except Exception:
+                _logger.exception("a hook failed at the end of request %s", name)
 
     def _worker_died(self, reason: str) -> None:
         self._lost_worker = reason

@@ -36,6 +36,7 @@ from hardpoint.engine.messages import (
 )
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import HardpointError
+from hardpoint.interfaces.request import EngineOutputs
 from hardpoint.ipc import CodecError, Decoder, encode
 from hardpoint.process import announce_stop, boot
 from hardpoint.roles import ProcessRole
@@ -177,26 +178,30 @@ class EngineServer:
             fatal = self._receive()
             self._advance()
             fatal = fatal or self._core.dead_reason
+        self._core.begin_drain()
+        self._core.abort_all()
+        self._send_frames(self._core.take_frames())
         if fatal is not None:
             self._sockets.send_all(Dead(fatal))
         self._core.shutdown()
-        self._advance()
         return 0 if fatal is None else 1
 
     def _is_done(self) -> bool:
+        """Whether a shutdown was asked for and nothing is left to wait for."""
         if self._drain_until is None:
             return False
-        if time.monotonic() >= self._drain_until:
-            self._core.abort_all()
-        return not self._core.num_live and not self._core.has_work()
+        return time.monotonic() >= self._drain_until or not (self._core.num_live or self._core.has_work())
 
     def _advance(self) -> None:
-        for client, batch in self._core.step().items():
-            self._sockets.send(client, Outputs(batch))
+        self._send_frames(self._core.step())
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_S
             self._sockets.send_all(Heartbeat(self._core.num_steps))
+
+    def _send_frames(self, frames: dict[int, EngineOutputs]) -> None:
+        for client, batch in frames.items():
+            self._sockets.send(client, Outputs(batch))
 
     def _receive(self) -> str | None:
         """Handle what has come; wait for something only when there is nothing to compute. Returns a fatal reason."""
@@ -227,13 +232,9 @@ class EngineServer:
             self._core.abort(message.request_ids)
         elif isinstance(message, Utility):
             self._sockets.send(message.client_index, self._call(message))
-        elif message.drain:
-            self._core.begin_drain()
-            self._drain_until = time.monotonic() + message.timeout_s
         else:
             self._core.begin_drain()
-            self._core.abort_all()
-            self._drain_until = time.monotonic()
+            self._drain_until = time.monotonic() + (message.timeout_s if message.drain else 0.0)
 
     def _call(self, message: Utility) -> UtilityResult:
         try:

@@ -58,7 +58,9 @@ class FakeScheduler(Scheduler):
     def add(self, request: EngineRequest) -> EngineOutput | None:
         if request.request_id in self.live_request_ids():
             raise ValueError(f"request {request.request_id} is already live")
-        if self.limits.max_waiting is not None and len(self.waiting) >= self.limits.max_waiting:
+        # Requests that a free slot will take in the next step do not count as waiting.
+        room = None if self.limits.max_waiting is None else self.limits.max_waiting + len(self.free_slots)
+        if room is not None and len(self.waiting) >= room:
             raise OverloadedError(f"{len(self.waiting)} requests wait already; raise --max-waiting or retry")
         prompt = request.prompt_token_ids.tolist()
         room = self.limits.max_model_len - len(prompt)
