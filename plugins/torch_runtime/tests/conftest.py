@@ -476,3 +476,8 @@ def kv_plan() -> Callable[..., KVCacheConfig]:
 @pytest.fixture
 def loop_backend() -> type[LoopBackend]:
     return LoopBackend
+
+
+@pytest.fixture(scope="session")
+def hand_builders() -> tuple[Callable[..., SchedulerOutput], Callable[..., NewRow]]:
+    return hand_step, hand_row

@@ -27,23 +27,20 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
     if top_k is None and top_p is None:
         return logits
     vocabulary = logits.shape[-1]
-    width = min(vocabulary, _width(top_k, vocabulary, top_p is not None))
+    cuts_rank = None if top_k is None else (top_k > 0) & (top_k < vocabulary)
+    width = _PREFIX if top_p is not None else 1
+    if top_k is not None and cuts_rank is not None:
+        width = max(width, int(torch.where(cuts_rank, top_k, 0).max()))
     # [S, width], descending
-    largest = logits.topk(width, dim=-1).values
-    if top_k is not None:
-        last = (torch.where(top_k > 0, top_k, vocabulary).clamp_(max=width) - 1).unsqueeze(1)
-        cut = largest.gather(1, last)
-        cut = torch.where((top_k > 0).unsqueeze(1), cut, -torch.inf)
+    largest = logits.topk(min(width, vocabulary), dim=-1).values
+    if top_k is not None and cuts_rank is not None:
+        last = torch.where(cuts_rank, top_k, 1) - 1
+        cut = torch.where(cuts_rank.unsqueeze(1), largest.gather(1, last.unsqueeze(1)), -torch.inf)
         logits.masked_fill_(logits < cut, -torch.inf)
         largest.masked_fill_(largest < cut, -torch.inf)
     if top_p is not None:
         _cut_mass(logits, largest, top_p)
     return logits
-
-
-def _width(top_k: torch.Tensor | None, vocabulary: int, has_top_p: bool) -> int:
-    widest = 0 if top_k is None else int(torch.where(top_k < vocabulary, top_k, 0).max())
-    return max(widest, _PREFIX if has_top_p else 1)
 
 
 def _cut_mass(logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor) -> None:
