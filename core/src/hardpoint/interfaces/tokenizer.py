@@ -42,6 +42,11 @@ class Tokenizer(ABC):
     def special_tokens(self) -> dict[str, str]:
         """Template variables: ``bos_token``, ``eos_token`` and the like, where the model defines them."""
 
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Texts that encode to control tokens where special text is parsed; a chat's contents must never become one."""
+        return frozenset(self.special_tokens.values())
+
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids. ``parse_special=False`` treats spelled-out control tokens in ``text`` as ordinary text."""

@@ -33,7 +33,8 @@ class FastTokenizer(Tokenizer):
         added = backend.get_added_tokens_decoder()
         self._added_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added_texts = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
+        self._control_texts = frozenset(token.content for token in added.values() if token.special and token.content)
+        self._text_tokens = [token for token in added.values() if not token.special]
 
     @property
     def vocab_size(self) -> int:
@@ -55,8 +56,12 @@ class FastTokenizer(Tokenizer):
     def special_tokens(self) -> dict[str, str]:
         return dict(self._facts.special_tokens)
 
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        return self._control_texts
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        if not parse_special and self._spells_added(text):
+        if not parse_special and self._control_pattern is not None and self._control_pattern.search(text):
             return self._encode_plain(text, add_special_tokens)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -86,23 +91,27 @@ class FastTokenizer(Tokenizer):
         text = self._facts.special_tokens.get(role)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _spells_added(self, text: str) -> bool:
-        return self._added_pattern is not None and self._added_pattern.search(text) is not None
-
     @cached_property
-    def _added_pattern(self) -> re.Pattern[str] | None:
-        """Any added token's text. Alternatives are literal, so matching is linear."""
-        texts = [re.escape(text) for text in self._added_texts if text]
+    def _control_pattern(self) -> re.Pattern[str] | None:
+        """Any control token's text, longest first. Alternatives are literal, so matching is linear."""
+        texts = sorted(map(re.escape, self._control_texts), key=len, reverse=True)
         return re.compile("|".join(texts)) if texts else None
 
     @cached_property
     def _plain_backend(self) -> Backend:
-        """The same pipeline without added tokens; it shares the vocabulary, so it costs nothing to make."""
-        plain = Backend(self._backend.model)
+        """The same pipeline without control tokens. It shares the vocabulary, so it costs nothing to make, unless
+        added text tokens lie outside of it, whose ids only a full copy keeps."""
+        model = self._backend.model
+        if any(model.token_to_id(token.content) is None for token in self._text_tokens):
+            plain = Backend.from_str(self._backend.to_str())
+            plain.encode_special_tokens = True
+            return plain
+        plain = Backend(model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             plain.pre_tokenizer = self._backend.pre_tokenizer
+        plain.add_tokens(self._text_tokens)
         return plain
 
     def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -119,7 +128,7 @@ class FastTokenizer(Tokenizer):
         """For a vocabulary that would find a control token whole: cut each such text after its first character."""
         ids: list[int] = []
         start = 0
-        for match in self._added_pattern.finditer(text) if self._added_pattern else ():
+        for match in self._control_pattern.finditer(text) if self._control_pattern else ():
             ids += self._plain_backend.encode(text[start : match.start() + 1], add_special_tokens=False).ids
             start = match.start() + 1
         ids += self._plain_backend.encode(text[start:], add_special_tokens=False).ids

@@ -1,0 +1,99 @@
+"""Chat messages to text and ids, with user text that spells control tokens kept as text."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.rendering.messages import map_strings, normalize_messages
+from hardpoint.rendering.template import ChatTemplate
+
+_RESERVED = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
+# Supplementary private use plane: characters no tokenizer or client has a meaning for.
+_PRIVATE_FIRST, _PRIVATE_SIZE = 0xF0000, 0xFFF0
+
+
+class ChatRenderer:
+    """Renders with the model's template, or the one given. Thread-safe; a rendering takes up to two seconds.
+
+    Raises ``ModelFormatError`` for a template that cannot be compiled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        source = template if template is not None else tokenizer.chat_template
+        self._template = None if source is None else ChatTemplate(source)
+        self._special = tokenizer.special_tokens
+        literals = sorted(filter(None, tokenizer.control_tokens), key=len, reverse=True)
+        self._first_characters = frozenset(literal[0] for literal in literals)
+        self._literals = re.compile(f"({'|'.join(map(re.escape, literals))})") if literals else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:
+        """The prompt's text and ids. ``template_arguments`` are further template variables (``tools`` and the like).
+
+        Raises ``InvalidRequestError`` for messages or arguments that cannot be rendered.
+        """
+        if self._template is None:
+            raise InvalidRequestError("this model has no chat template; use plain completions", param="messages")
+        given = dict(template_arguments or {})
+        if clash := (_RESERVED | self._special.keys()) & given.keys():
+            raise InvalidRequestError(f"the template argument {min(clash)!r} is reserved", param=min(clash))
+        variables = {"tools": None, "documents": None, **map_strings(given)}
+        variables["messages"] = normalize_messages(messages, structured=self._template.is_structured)
+        fixed = {**self._special, "add_generation_prompt": add_generation_prompt}
+        text = self._template.render({**variables, **fixed})
+        if (cleaned := self._without_injection(text, variables, fixed)) is not None:
+            return cleaned
+        return text, self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+
+    def _without_injection(
+        self, text: str, variables: Mapping[str, Any], fixed: Mapping[str, Any]
+    ) -> tuple[str, list[int]] | None:
+        """Text and ids with control tokens from the template only; None if there are no others.
+
+        Every character in the caller's data that could begin a control token is exchanged for a private one. What
+        still reads as a control token after rendering is the template's own; the rest is text, however it came about.
+        """
+        used: set[str] = set()
+
+        def collect(value: str) -> str:
+            used.update(value)
+            return value
+
+        map_strings(variables, collect)
+        openers = self._first_characters & used
+        if self._literals is None or self._template is None or not openers:
+            return None
+        shield, restore = _private_characters(openers, used | set(text))
+        shielded = map_strings(variables, lambda value: value.translate(shield))
+        rendered = self._template.render({**shielded, **fixed})
+        if self._literals.findall(rendered) == self._literals.findall(text):
+            return None
+        ids: list[int] = []
+        for index, piece in enumerate(self._literals.split(rendered)):
+            # Splitting by a group puts what it matched at the odd places.
+            is_control = index % 2 == 1
+            if piece:
+                piece = piece if is_control else piece.translate(restore)
+                ids += self._tokenizer.encode(piece, add_special_tokens=False, parse_special=is_control)
+        return rendered.translate(restore), ids
+
+
+def _private_characters(characters: frozenset[str], used: set[str]) -> tuple[dict[int, int], dict[int, int]]:
+    """Translation tables to private characters that do not occur in ``used``, and back."""
+    forward: dict[int, int] = {}
+    for character in characters:
+        candidate = _PRIVATE_FIRST + secrets.randbelow(_PRIVATE_SIZE)
+        while chr(candidate) in used or candidate in forward.values():
+            candidate = _PRIVATE_FIRST + (candidate - _PRIVATE_FIRST + 1) % _PRIVATE_SIZE
+        forward[ord(character)] = candidate
+    return forward, {private: original for original, private in forward.items()}
