@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import ModelRouter
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter
@@ -17,12 +18,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Fixed facts endpoints may report. ``created`` is the start time in Unix seconds."""
+    """Fixed facts endpoints may report. ``created`` is the start time in Unix seconds.
+
+    ``request_timeout_s`` is the operator's ceiling on the time of one request, None without one.
+    """
 
     version: str
     created: int
     max_body_bytes: int
     endpoints: tuple[str, ...] = ()
+    request_timeout_s: float | None = None
+
+
+_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """What a client is told about a failed request. ``headers`` are added to the response."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The ``type`` of the OpenAI error form."""
+        return _KINDS.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+
+
+def describe_failure(error: Exception) -> RequestFailure:
+    """The client's view of ``error``. Texts are fixed unless written for clients; anything unforeseen is a bare 500."""
+    if isinstance(error, InvalidRequestError):
+        return RequestFailure(error.status, str(error), error.param, error.code)
+    if isinstance(error, OverloadedError):
+        retry = {"Retry-After": str(max(1, round(error.retry_after_s)))}
+        return RequestFailure(429, "too many requests are waiting; retry later", None, "overloaded", retry)
+    if isinstance(error, EngineNotReadyError):
+        return RequestFailure(503, "the model is not ready; retry later", None, "not_ready", {"Retry-After": "1"})
+    if isinstance(error, EngineDeadError):
+        return RequestFailure(503, "the engine has stopped; the request was not completed", None, "engine_dead")
+    return RequestFailure(500, "internal error", None, "internal_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +92,7 @@ class Endpoint(ABC):
         self, message: str, kind: str, param: str | None, code: str | None, status: int
     ) -> dict[str, object]:
         """JSON body of an error on this endpoint's routes; the OpenAI form by default."""
-        return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     async def start(self) -> None:
         """Application start."""

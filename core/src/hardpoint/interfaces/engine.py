@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -123,12 +123,15 @@ class EngineClient(Protocol):
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs as they come; the last one has ``finished``. Closing the iterator aborts the request.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as they come; the last one has ``finished``. Closing the generator aborts the request.
 
         Raises ``InvalidRequestError`` before anything is queued, ``OverloadedError``, ``EngineDeadError``,
         ``EngineNotReadyError``.
         """
+
+    def check_batch(self, num_prompts: int, n: int) -> None:
+        """Prompts and sequences of one call, before anything is built for them. Raises ``InvalidRequestError``."""
 
     def render_chat(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from starlette.routing import BaseRoute
+from starlette.routing import Route
 
 from hardpoint.config import ServerConfig
 from hardpoint.errors import EngineNotReadyError, InvalidRequestError, PluginConflictError
@@ -18,11 +20,14 @@ from hardpoint.server.errors import install_handlers
 from hardpoint.server.guards import PROBES, BodyGuard, HostGuard, KeyGuard, RequestId
 from hardpoint.version import __version__
 
-__all__ = ["Engines", "create_app"]
+__all__ = ["Engines", "create_app", "started"]
 
 
 class Engines:
-    """The router endpoints see: model names to engine clients, which appear once their engine has started."""
+    """The router endpoints see: model names to engine clients, which appear once their engine has started.
+
+    While ``draining`` is set, models resolve no more: requests that run go on, new ones are told 503.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -70,16 +75,14 @@ def create_app(
 ) -> Callable[..., Any]:
     """The guarded application. Raises ``PluginConflictError`` when two endpoints claim one route."""
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for endpoint in endpoints.values():
-            await endpoint.start()
-        yield
-        for endpoint in endpoints.values():
-            await endpoint.stop()
-
     app = FastAPI(
-        title="Hardpoint", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+        title="Hardpoint",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # A redirect would be built from the Host header.
+        redirect_slashes=False,
     )
     _add_probes(app, engines)
     owners = _mount(app, endpoints)
@@ -88,6 +91,16 @@ def create_app(
     guarded = KeyGuard(guarded, keys)
     guarded = HostGuard(guarded, config)
     return RequestId(guarded)
+
+
+@asynccontextmanager
+async def started(endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
+    """Runs the endpoints' start, and the stop of those that started. An error of a start is raised as it is."""
+    async with AsyncExitStack() as stack:
+        for endpoint in endpoints.values():
+            await endpoint.start()
+            stack.push_async_callback(endpoint.stop)
+        yield
 
 
 def _add_probes(app: FastAPI, engines: Engines) -> None:
@@ -105,31 +118,38 @@ def _probe(good: bool) -> JSONResponse:
     return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """One route. ``sample`` is a path it takes, so that two claims can be held against each other."""
+
+    owner: str
+    methods: frozenset[str]
+    pattern: re.Pattern[str]
+    sample: str
+
+    def collides(self, other: _Claim) -> bool:
+        overlaps = self.pattern.match(other.sample) or other.pattern.match(self.sample)
+        return self.owner != other.owner and bool(self.methods & other.methods) and bool(overlaps)
+
+
 def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[Callable[..., Any], Endpoint]:
-    taken: dict[tuple[str, str], str] = {
-        (method, path): "the server's probes" for path in PROBES for method in ("GET",)
-    }
+    claims = [_Claim("the server", frozenset({"GET"}), re.compile(f"^{path}$"), path) for path in PROBES]
     owners: dict[Callable[..., Any], Endpoint] = {}
     for name, endpoint in endpoints.items():
         router = endpoint.routes()
         for route in router.routes:
-            for key in _claims(name, route):
-                if key in taken:
+            if not isinstance(route, Route):
+                kind = type(route).__name__
+                raise PluginConflictError(f"endpoint {name!r} opens something other than an HTTP route: {kind}")
+            methods = frozenset(route.methods or ()) - {"HEAD"}
+            claim = _Claim(f"endpoint {name!r}", methods, route.path_regex, re.sub(r"{[^}]*}", "x", route.path))
+            for earlier in claims:
+                if claim.collides(earlier):
                     raise PluginConflictError(
-                        f"endpoint {name!r} claims {key[0]} {key[1]}, which belongs to {taken[key]}; "
+                        f"{claim.owner} claims {route.path}, which collides with {earlier.owner}'s {earlier.sample}; "
                         "leave one of them out of server.endpoints"
                     )
-                taken[key] = f"endpoint {name!r}"
-            owners[route.endpoint] = endpoint  # type: ignore[attr-defined]
+            claims.append(claim)
+            owners[route.endpoint] = endpoint
         app.include_router(router)
     return owners
-
-
-def _claims(name: str, route: BaseRoute) -> list[tuple[str, str]]:
-    path = getattr(route, "path", None)
-    methods = getattr(route, "methods", None)
-    if path is None or not methods:
-        raise PluginConflictError(f"endpoint {name!r} opens something other than an HTTP route: {type(route).__name__}")
-    # Parameter names do not make two paths different.
-    parts = ["{}" if part.startswith("{") else part for part in path.split("/")]
-    return [(method, "/".join(parts)) for method in methods if method != "HEAD"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import re
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import urlsplit
+
+import numpy as np
 
 from hardpoint.config import ServerConfig
-from hardpoint.server.errors import Failure, default_body
+from hardpoint.interfaces.endpoint import RequestFailure
+from hardpoint.server.errors import default_body
+from hardpoint.server.keys import is_loopback
 
 __all__ = ["PROBES", "BodyGuard", "HostGuard", "KeyGuard", "RequestId"]
 
@@ -19,8 +23,9 @@ PROBES = ("/live", "/ready")
 """The only paths that need no key."""
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_MAX_CHUNKS = 65_536
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_SCAN_BYTES = 1 << 20
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(.+)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Scope = Any
@@ -28,11 +33,11 @@ Receive = Any
 Send = Any
 
 
-async def _refuse(send: Send, failure: Failure) -> None:
+async def _refuse(send: Send, failure: RequestFailure) -> None:
     body = json.dumps(default_body(failure)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in (failure.headers or {}).items()]
-    if failure.status == 413:
+    headers += [(name.lower().encode(), value.encode()) for name, value in failure.headers.items()]
+    if failure.status in (413, 431):
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": failure.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -60,7 +65,7 @@ class _Guard:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def judge(self, scope: Scope) -> Failure | None:
+    def judge(self, scope: Scope) -> RequestFailure | None:
         del scope
         return None
 
@@ -88,29 +93,31 @@ class RequestId(_Guard):
 class HostGuard(_Guard):
     """Refuses foreign ``Host`` and ``Origin`` values, so that no web page can reach a loopback server by rebinding.
 
-    Bound beyond loopback with no ``allowed_hosts`` set, any host name is accepted (a key is then required anyway).
+    Bound beyond loopback with no ``allowed_hosts`` set, any host name is accepted (a key is then required anyway). An
+    origin must be an accepted host or the very host the request names.
     """
 
     def __init__(self, app: Any, config: ServerConfig) -> None:
         super().__init__(app)
-        self._any = config.host not in _LOOPBACK and not config.allowed_hosts
-        self._hosts = {*_LOOPBACK, config.host, *config.allowed_hosts}
+        self._any = not is_loopback(config.host) and not config.allowed_hosts
+        self._hosts = {host.lower() for host in (*_LOOPBACK, config.host, *config.allowed_hosts)}
 
-    def judge(self, scope: Scope) -> Failure | None:
-        hosts = _headers(scope, b"host")
-        if len(hosts) > 1 or (hosts and not self._allowed(f"//{_text(hosts[0])}")):
-            return Failure(403, "this Host is not served here; see server.allowed_hosts", code="host_refused")
-        for origin in _headers(scope, b"origin"):
-            if not self._allowed(_text(origin)):
-                return Failure(403, "requests from this Origin are not allowed", code="origin_refused")
+    def judge(self, scope: Scope) -> RequestFailure | None:
+        hosts = [_host_name(_text(value)) for value in _headers(scope, b"host")]
+        if len(hosts) > 1 or not all(host is not None and (self._any or host in self._hosts) for host in hosts):
+            return RequestFailure(403, "this Host is not served here; see server.allowed_hosts", None, "host_refused")
+        for value in _headers(scope, b"origin"):
+            location = _ORIGIN.fullmatch(_text(value))
+            origin = _host_name(location[1]) if location else None
+            if origin is None or origin not in {*self._hosts, *hosts}:
+                return RequestFailure(403, "requests from this Origin are not allowed", None, "origin_refused")
         return None
 
-    def _allowed(self, location: str) -> bool:
-        try:
-            host = urlsplit(location).hostname
-        except ValueError:
-            return False
-        return host is not None and (self._any or host in self._hosts)
+
+def _host_name(location: str) -> str | None:
+    """The name in ``name[:port]``; None for anything else, such as user information or a path."""
+    match = _HOST.fullmatch(location)
+    return (match[1] or match[2]).lower() if match else None
 
 
 class KeyGuard(_Guard):
@@ -120,8 +127,8 @@ class KeyGuard(_Guard):
         super().__init__(app)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def judge(self, scope: Scope) -> Failure | None:
-        if not self._digests or scope["path"] in PROBES:
+    def judge(self, scope: Scope) -> RequestFailure | None:
+        if not self._digests or (scope["path"] in PROBES and scope["method"] in ("GET", "HEAD")):
             return None
         given = self._given(scope)
         if given is not None:
@@ -131,7 +138,7 @@ class KeyGuard(_Guard):
             if any(matches):
                 return None
         challenge = {"WWW-Authenticate": "Bearer"}
-        return Failure(401, "a valid API key is required", code="invalid_api_key", headers=challenge)
+        return RequestFailure(401, "a valid API key is required", None, "invalid_api_key", challenge)
 
     def _given(self, scope: Scope) -> bytes | None:
         for value in _headers(scope, b"authorization"):
@@ -143,25 +150,27 @@ class KeyGuard(_Guard):
 
 
 class BodyGuard(_Guard):
-    """Bounds headers, body size, chunk count and JSON depth before anything is parsed."""
+    """Bounds headers, body size and JSON depth before anything is parsed. Chunks are counted by the protocol."""
 
     def __init__(self, app: Any, config: ServerConfig) -> None:
         super().__init__(app)
         self._config = config
 
-    def judge(self, scope: Scope) -> Failure | None:
+    def judge(self, scope: Scope) -> RequestFailure | None:
         size = sum(len(key) + len(value) for key, value in scope["headers"])
         if size > self._config.max_header_bytes:
-            return Failure(431, f"the headers exceed {self._config.max_header_bytes} bytes", code="headers_too_large")
+            return RequestFailure(
+                431, f"the headers exceed {self._config.max_header_bytes} bytes", None, "headers_too_large"
+            )
         if any(value.lower() != b"identity" for value in _headers(scope, b"content-encoding")):
-            return Failure(415, "compressed request bodies are not accepted", code="unsupported_encoding")
+            return RequestFailure(415, "compressed request bodies are not accepted", None, "unsupported_encoding")
         lengths = _headers(scope, b"content-length")
         if lengths and (not lengths[0].isdigit() or int(lengths[0][:20]) > self._config.max_body_bytes):
             return self._too_large()
         return None
 
-    def _too_large(self) -> Failure:
-        return Failure(413, f"the body exceeds {self._config.max_body_bytes} bytes", code="body_too_large")
+    def _too_large(self) -> RequestFailure:
+        return RequestFailure(413, f"the body exceeds {self._config.max_body_bytes} bytes", None, "body_too_large")
 
     async def admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -170,7 +179,7 @@ class BodyGuard(_Guard):
         body = await self._read(receive)
         if body is None:
             return
-        failure = self._too_large() if isinstance(body, bool) else self._judge_json(scope, body)
+        failure = self._too_large() if isinstance(body, bool) else await self._judge_json(scope, body)
         if failure is not None:
             await _refuse(send, failure)
             return
@@ -182,7 +191,7 @@ class BodyGuard(_Guard):
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | bool | None:
-        """The whole body; False when it exceeds a limit, None when the client left."""
+        """The whole body; False when it exceeds the limit, None when the client left."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -192,32 +201,41 @@ class BodyGuard(_Guard):
             part = message.get("body", b"")
             size += len(part)
             parts.append(part)
-            if size > self._config.max_body_bytes or len(parts) > _MAX_CHUNKS:
+            if size > self._config.max_body_bytes:
                 return False
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _judge_json(self, scope: Scope, body: bytes) -> Failure | None:
+    async def _judge_json(self, scope: Scope, body: bytes) -> RequestFailure | None:
         limit = self._config.max_json_depth
         if not any(b"json" in value.lower() for value in _headers(scope, b"content-type")):
             return None
-        if _json_depth_exceeds(body, limit):
-            return Failure(400, f"the JSON is nested deeper than {limit} levels", code="json_too_deep")
+        if len(body) > _SCAN_BYTES:
+            exceeds = await asyncio.to_thread(_json_depth_exceeds, body, limit)
+        else:
+            exceeds = _json_depth_exceeds(body, limit)
+        if exceeds:
+            return RequestFailure(400, f"the JSON is nested deeper than {limit} levels", None, "json_too_deep")
         return None
 
 
 def _json_depth_exceeds(body: bytes, limit: int) -> bool:
+    """Whether brackets outside strings nest deeper than ``limit``. Linear, and fast enough for the largest body."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
-    depth = 0
-    for match in _TOKENS.finditer(body):
-        token = match[0]
-        if token in (b"[", b"{"):
-            depth += 1
-            if depth > limit:
-                return True
-        elif token in (b"]", b"}"):
-            depth -= 1
+    # Without escaped characters every quote opens or closes a string. Escaped backslashes go first: one of them
+    # before a quote does not escape it.
+    text = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    quotes = depth = 0
+    for start in range(0, len(text), _SCAN_BYTES):
+        part = text[start : start + _SCAN_BYTES]
+        quoted = np.cumsum(part == ord('"'), dtype=np.int32) + quotes
+        folded = part | 0x20  # [ and ] become { and }
+        step = (folded == ord("{")).astype(np.int8) - (folded == ord("}"))
+        levels = np.cumsum(np.where(quoted & 1, 0, step), dtype=np.int32) + depth
+        if levels.max() > limit:
+            return True
+        quotes, depth = int(quoted[-1]), int(levels[-1])
     return False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError
 
-__all__ = ["load_keys", "require_safe_binding"]
+__all__ = ["is_loopback", "load_keys", "require_safe_binding"]
 
 _SHORTEST = 8
 
@@ -21,19 +21,19 @@ def load_keys(config: ServerConfig) -> tuple[str, ...]:
             text = Path(config.api_key_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {config.api_key_file!r} cannot be read: {error}") from None
-        listed = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        listed = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
         if not listed:
             raise ConfigError(f"--api-key-file {config.api_key_file!r} holds no key")
         keys += listed
     for key in keys:
-        if len(key) < _SHORTEST or not key.isascii() or any(char.isspace() for char in key):
+        if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(f"an API key must be at least {_SHORTEST} printable ASCII characters without spaces")
     return tuple(dict.fromkeys(keys))
 
 
 def require_safe_binding(config: ServerConfig, keys: tuple[str, ...]) -> None:
     """Raises ``ConfigError`` for an address beyond loopback without a key, unless that is explicitly allowed."""
-    if keys or config.allow_anonymous or _is_loopback(config.host):
+    if keys or config.allow_anonymous or is_loopback(config.host):
         return
     raise ConfigError(
         f"binding {config.host} without a key would let anybody use the model; set --api-key or --api-key-file, "
@@ -41,7 +41,8 @@ def require_safe_binding(config: ServerConfig, keys: tuple[str, ...]) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``. A name other than ``localhost`` counts as reachable."""
     if host == "localhost":
         return True
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hardpoint.testing.fake_engine_client import FakeEngineClient
 from hardpoint.testing.fake_executor import FakeExecutor
 from hardpoint.testing.fake_scheduler import FakeScheduler
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 from hardpoint.testing.fake_worker import FakeWorker, next_token
 
-__all__ = ["FakeExecutor", "FakeScheduler", "FakeTokenizer", "FakeWorker", "next_token"]
+__all__ = ["FakeEngineClient", "FakeExecutor", "FakeScheduler", "FakeTokenizer", "FakeWorker", "next_token"]

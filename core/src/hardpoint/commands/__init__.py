@@ -1,0 +1,1 @@
+"""Subcommands that need more than plugin metadata."""

@@ -1,0 +1,229 @@
+"""One server: its socket, its HTTP application and its engine process, from the first bind to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from hardpoint.config import AppConfig, ServerConfig
+from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
+from hardpoint.interfaces.plugin import PluginContext
+from hardpoint.interfaces.stat_logger import MetricsExporter, StatLogger
+from hardpoint.ipc import create_runtime_dir
+from hardpoint.launch import Launch, prepare
+from hardpoint.plugins import HookRunner, PluginRuntime
+from hardpoint.process import announce_stop
+from hardpoint.roles import ProcessRole
+from hardpoint.server.app import Engines, create_app, started
+from hardpoint.server.keys import load_keys, require_safe_binding
+from hardpoint.server.protocol import bounded_protocol
+from hardpoint.version import __version__
+
+__all__ = ["HttpServer", "bind", "serve"]
+
+_logger = logging.getLogger("hardpoint.server")
+_BACKLOG = 2048
+_FLUSH_S = 2
+"""What finished answers get to reach their clients before connections are cut, whole seconds."""
+
+
+def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
+    """Serve until SIGTERM or SIGINT; 0 after an orderly end.
+
+    Raises whatever stops the start: ``ConfigError``, model and plugin errors, each with what to change.
+    """
+    keys = load_keys(config.server)
+    require_safe_binding(config.server, keys)
+    with bind(config.server) as listener:
+        (name,) = config.engines
+        launch = prepare(
+            config,
+            name,
+            environ=dict(environ),
+            roles=frozenset({ProcessRole.API}),
+            runtime_dir=create_runtime_dir(),
+        )
+        parts = _build(config, launch, name, keys)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_Service(config.server, launch, name, parts).run(listener))
+    return 0
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket, taken before anything slow happens. Raises ``ConfigError`` when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {config.host!r} cannot be bound: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --port or --host"
+        ) from None
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to its owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    engines: Engines
+    endpoints: dict[str, Endpoint]
+    app: Callable[..., Any]
+
+
+def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...]) -> _Parts:
+    """The application, before there is an engine. Raises the plugin errors."""
+    runtime, engines = launch.runtime, Engines([name])
+    loggers: dict[str, StatLogger] = runtime.create_all("stat_logger")
+    for logger in loggers.values():
+        logger.interval_s = config.log_interval_s
+    facts = ServerFacts(
+        version=__version__,
+        created=int(time.time()),
+        max_body_bytes=config.server.max_body_bytes,
+        endpoints=config.server.endpoints,
+        request_timeout_s=config.server.request_timeout_s,
+    )
+    exporters = tuple(logger for logger in loggers.values() if isinstance(logger, MetricsExporter))
+
+    def context(endpoint: str) -> PluginContext:
+        base = runtime.context("endpoint", endpoint)
+        return EndpointContext(
+            name=base.name,
+            api_version=base.api_version,
+            roles=base.roles,
+            platform=base.platform,
+            logger=base.logger,
+            plugins=base.plugins,
+            router=engines,
+            facts=facts,
+            exporters=exporters,
+            is_draining=lambda: engines.draining,
+        )
+
+    endpoints: dict[str, Endpoint] = runtime.create_all("endpoint", context)
+    return _Parts(engines, endpoints, create_app(config.server, engines, endpoints, keys))
+
+
+class _Service:
+    """The life of one server. The first signal drains, the second cuts everything short."""
+
+    def __init__(self, config: ServerConfig, launch: Launch, name: str, parts: _Parts) -> None:
+        self._config = config
+        self._launch = launch
+        self._name = name
+        self._parts = parts
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._http = HttpServer(
+            uvicorn.Config(
+                parts.app,
+                http=bounded_protocol(config.max_header_bytes),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
+
+    async def run(self, listener: socket.socket) -> None:
+        """Raises what stops the engine's start."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        runtime: PluginRuntime = self._launch.runtime
+        HookRunner.from_runtime(runtime).call("process_started", roles=runtime.roles, rank=None)
+        async with started(self._parts.endpoints):
+            http = asyncio.create_task(self._http.serve([listener]), name="http")
+            print(self._headline(listener), flush=True)
+            try:
+                await self._serve_engine()
+            finally:
+                self._http.should_exit = True
+                self._http.force_exit = self._hurry.is_set()
+                await http
+        announce_stop(runtime)
+
+    async def _serve_engine(self) -> None:
+        engine = await self._start_engine()
+        if engine is None:
+            return
+        try:
+            self._parts.engines.add(self._name, engine)
+            await self._stop.wait()
+            _logger.info("stopping: %d running requests get %g s", engine.num_unfinished, self._config.drain_timeout_s)
+            await _first(engine.drain(self._config.drain_timeout_s), self._hurry.wait())
+        finally:
+            # What still runs now ends with its terminal event.
+            await engine.shutdown(drain=False)
+
+    async def _start_engine(self) -> AsyncLLM | None:
+        """None when a signal came first."""
+        begun = time.monotonic()
+        starting = asyncio.create_task(AsyncLLM.start(self._launch.spec, self._launch.runtime), name="engine-start")
+        await _first(asyncio.shield(starting), self._stop.wait())
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return None
+        engine = starting.result()
+        _logger.info("%s is ready after %.1f s", self._name, time.monotonic() - begun)
+        return engine
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._parts.engines.draining = True
+        self._stop.set()
+
+    def _headline(self, listener: socket.socket) -> str:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        routes = ", ".join(self._parts.endpoints) or "none"
+        return f"Hardpoint serves {self._name} at http://{host}:{listener.getsockname()[1]} (endpoints: {routes})"
+
+
+async def _first(*waits: Any) -> None:
+    """Wait for the first of ``waits`` and cancel the others. Results and errors are not looked at."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, else asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,201 @@
+"""From request bodies to the engine's records. Absent means default; what values may be is the engine's to say."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.engine import EngineClient, Prompt, RequestOptions
+from hardpoint.interfaces.request import OutputKind, SamplingParams
+from hardpoint_serving.openai.protocol import OFF_VALUES, ChatRequest, CompletionRequest, GenerationRequest, Message
+
+__all__ = [
+    "Identity",
+    "chat_messages",
+    "chat_sampling",
+    "completion_prompts",
+    "completion_sampling",
+    "refuse_unsupported",
+    "request_options",
+    "template_arguments",
+]
+
+_COMPLETION_MAX_TOKENS = 16
+_NULL = msgspec.Raw(b"null")
+_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every chunk of one answer repeats. ``id`` is ours: a client's own id never gets here."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str, fingerprint: str) -> Identity:
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Raise ``InvalidRequestError`` naming the first field that asks for something this endpoint does not do."""
+    if isinstance(request, ChatRequest) and _plain(request.chat_template) is not None:
+        # A template is a program: only the operator chooses one.
+        raise InvalidRequestError("chat_template cannot be set by a request", param="chat_template", code="not_allowed")
+    for name, allowed in OFF_VALUES.items():
+        if _plain(getattr(request, name, _NULL)) not in allowed:
+            raise InvalidRequestError(f"{name} is not supported yet", param=name, code="unsupported")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+
+
+def _plain(raw: msgspec.Raw) -> Any:
+    text = bytes(raw)
+    if text == b"null":
+        return None
+    # Values that could be "off" are short; anything long asks for something.
+    return msgspec.json.decode(text) if len(text) < 64 else text
+
+
+def _sampling(request: GenerationRequest, **more: Any) -> SamplingParams:
+    given = {name: getattr(request, name) for name in _FIELDS if getattr(request, name) is not None}
+    stop = request.stop
+    return SamplingParams(
+        n=1 if request.n is None else request.n,
+        top_k=0 if request.top_k in (None, -1) else request.top_k,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        output_kind=OutputKind.DELTA if request.stream else OutputKind.FINAL_ONLY,
+        **given,
+        **more,
+    )
+
+
+def chat_sampling(request: ChatRequest) -> SamplingParams:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise InvalidRequestError(
+            "max_tokens and max_completion_tokens differ; set one of them", param="max_tokens", code="invalid_value"
+        )
+    return _sampling(
+        request,
+        max_tokens=next(iter(limits), None),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def completion_sampling(request: CompletionRequest) -> SamplingParams:
+    n = 1 if request.n is None else request.n
+    if request.best_of is not None and request.best_of != n:
+        raise InvalidRequestError("best_of must equal n", param="best_of", code="unsupported")
+    return _sampling(
+        request,
+        max_tokens=_COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Plain dictionaries for the renderer. Raises ``InvalidRequestError`` for no messages and for other than text."""
+    if not messages:
+        raise InvalidRequestError("messages is empty", param="messages", code="empty_prompt")
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type not in ("text", "input_text", "output_text", "refusal"):
+                raise InvalidRequestError(
+                    f"content of type {part.type[:40]!r} is not supported yet", param="messages", code="unsupported"
+                )
+            if part.text is None:
+                raise InvalidRequestError("a text part has no text", param="messages", code="invalid_value")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"content": None, **msgspec.to_builtins(message)}
+    if isinstance(message.content, list):
+        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    return plain
+
+
+def template_arguments(request: ChatRequest, allowed: Iterable[str]) -> dict[str, Any] | None:
+    """The request's template arguments. Only listed keys with plain values pass: templates are programs (class 39)."""
+    for key, value in (request.chat_template_kwargs or {}).items():
+        if key not in allowed:
+            raise InvalidRequestError(
+                f"chat_template_kwargs may only hold {', '.join(sorted(allowed)) or 'nothing'} here",
+                param="chat_template_kwargs",
+                code="not_allowed",
+            )
+        if not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and len(value) > 256):
+            raise InvalidRequestError(
+                f"chat_template_kwargs.{key} must be a short plain value", param="chat_template_kwargs"
+            )
+    return request.chat_template_kwargs
+
+
+def completion_prompts(request: CompletionRequest, client: EngineClient) -> list[Prompt]:
+    """One prompt per text or list of ids. Their number is checked before anything is made of them (class 27)."""
+    given = request.prompt
+    if isinstance(given, str):
+        items: list[str | list[int]] = [given]
+    elif given and all(isinstance(item, int) for item in given):
+        items = [given]  # type: ignore[list-item]
+    elif any(isinstance(item, int) for item in given):
+        raise InvalidRequestError(
+            "prompt must be a text, a list of texts, a list of token ids or a list of such lists",
+            param="prompt",
+            code="invalid_type",
+        )
+    else:
+        items = given  # type: ignore[assignment]
+    client.check_batch(len(items), 1 if request.n is None else request.n)
+    special = request.add_special_tokens is not False
+    salt = request.cache_salt
+    return [
+        Prompt(text=item, add_special_tokens=special, cache_salt=salt)
+        if isinstance(item, str)
+        else Prompt(token_ids=item, cache_salt=salt)
+        for item in items
+    ]
+
+
+def request_options(
+    request: GenerationRequest, *, max_priority: int, ceiling_s: float | None, external_id: str | None
+) -> RequestOptions:
+    """``priority`` is bounded by the operator, ``timeout`` by the server's own."""
+    priority = request.priority or 0
+    if abs(priority) > max_priority:
+        raise InvalidRequestError(
+            f"priority is {priority}; it must be from {-max_priority} to {max_priority}",
+            param="priority",
+            code="invalid_value",
+        )
+    timeout = request.timeout
+    if ceiling_s is not None and (timeout is None or timeout > ceiling_s):
+        timeout = ceiling_s
+    return RequestOptions(priority=priority, timeout_s=timeout, external_id=external_id)
