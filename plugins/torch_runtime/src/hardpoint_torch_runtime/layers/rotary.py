@@ -39,7 +39,8 @@ def _original_length(rope: RopeParameters) -> int:
 
 def _llama3(rope: RopeParameters, plain: torch.Tensor) -> torch.Tensor:
     """Long wavelengths are stretched by the factor, short ones kept, those between blended linearly in frequency."""
-    turns = _original_length(rope) * plain / (2 * math.pi)  # full turns within the original context
+    # Full turns within the original context; by way of the wavelength, which rounds as checkpoints were trained.
+    turns = _original_length(rope) / (2 * math.pi / plain)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - keep) * plain / rope.factor + keep * plain
 
