@@ -1,8 +1,8 @@
 """A distribution of fakes: with this folder on the search path, the core alone runs an engine, in one process or two.
 
 The "model" is configured by its name's settings in ``ModelInfo.config``: ``step_delay_s`` slows each step,
-``load_delay_s``, ``load_error`` and ``load_kill`` concern loading, ``step_error_at`` makes that step fail, ``crash_at`` kills the
-process in it.
+``load_delay_s``, ``load_error`` and ``load_kill`` concern loading, ``step_error_at`` makes that step fail,
+``crash_at`` kills the process in it.
 """
 
 from __future__ import annotations

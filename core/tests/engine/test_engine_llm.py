@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from hardpoint.engine.build import build_engine
+import hardpoint
+from hardpoint.engine.build import build_engine, engine_facts
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.llm import LLM, PromptLike
-from hardpoint.interfaces import FinishReason, Prompt, SamplingParams
-from hardpoint.testing import next_token
+from hardpoint.errors import EngineDeadError, InvalidRequestError, ModelFormatError
+from hardpoint.interfaces import FinishReason, ModelLimits, Prompt, SamplingParams
+from hardpoint.launch import Launch
+from hardpoint.plugins import PluginState
+from hardpoint.roles import ProcessRole
+from hardpoint.testing import FakeExecutor, FakeTokenizer, next_token
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 MakeLLM = Callable[..., LLM]
@@ -50,3 +57,145 @@ def test_prompts_of_every_form_come_back_in_order(make_llm: MakeLLM) -> None:
         assert output.finished
         assert output.outputs[0].finish_reason is FinishReason.LENGTH
     assert outputs[0].prompt == "hello"
+
+
+def test_one_text_and_one_list_of_ids_are_one_prompt_each(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    assert len(llm.generate("hello", GREEDY)) == 1
+    assert llm.generate([40, 41], GREEDY)[0].prompt_token_ids == (40, 41)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_own_params(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (1, 5, 3)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [output.outputs[0].num_generated_tokens for output in outputs] == [1, 5, 3]
+    with pytest.raises(InvalidRequestError, match="2 params for 3 prompts"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_calls_without_params_get_a_bounded_answer(make_llm: MakeLLM) -> None:
+    llm = make_llm(model_limits=ModelLimits(vocab_size=130, max_model_len=1000))
+    (output,) = llm.generate([[40]])
+    assert output.outputs[0].num_generated_tokens == 127  # The engine's own context ends before the 256 of the default.
+    (output,) = make_llm().generate([[40] * 100])
+    assert output.outputs[0].num_generated_tokens == 28
+
+
+def test_a_batch_longer_than_the_queue_is_fed_in_turns(make_llm: MakeLLM) -> None:
+    llm = make_llm(limits={"max_num_seqs": 2, "max_waiting": 1})
+    prompts = [[40 + i % 50, 41] for i in range(30)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected(prompt, 6) for prompt in prompts]
+
+
+def test_nothing_runs_when_one_prompt_is_bad(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.generate(["fine", ""], GREEDY)
+    assert llm.core.num_live == 0
+    assert llm.core.num_steps == 0
+
+
+def test_stop_strings_and_several_sequences_work_offline(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    text = llm.tokenizer.decode(expected([40, 41], 40))
+    params = SamplingParams(n=2, seed=1, max_tokens=40, stop=(text[9:12],))
+    (output,) = llm.generate([[40, 41]], params)
+    assert [one.text for one in output.outputs] == [text[: text.find(text[9:12])]] * 2
+    llm.generate([[40, 41]], GREEDY)
+    assert llm.core.num_live == 0
+
+
+def test_a_chat_is_rendered_through_the_template(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    conversation = [{"role": "user", "content": "hi"}]
+    (alone,) = llm.chat(conversation, GREEDY)
+    assert llm.tokenizer.decode(alone.prompt_token_ids) == "<user>hi\n<assistant>"
+    both = llm.chat([conversation, conversation], GREEDY)
+    assert [output.outputs[0].token_ids for output in both] == [alone.outputs[0].token_ids] * 2
+
+
+def test_a_model_without_template_says_so() -> None:
+    class Bare(FakeTokenizer):
+        @property
+        def chat_template(self) -> str | None:
+            return None
+
+    frontend = Frontend(Bare(), ModelLimits(vocab_size=300, max_model_len=10), model_name="bare")
+    with pytest.raises(InvalidRequestError, match=r"'bare' has no chat template.*--chat-template"):
+        frontend.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_failing_engine_raises_and_stays_dead(make_llm: MakeLLM) -> None:
+    llm = make_llm(script={"step_error_at": 3})
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="the device fell off"):
+            llm.generate(["a", "b"], GREEDY)
+
+
+def test_an_interrupt_ends_what_was_running(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    step = llm.core.step
+    calls = []
+
+    def interrupted() -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], GREEDY)
+    assert llm.core.num_live == 0
+    assert llm.generate([[40, 41]], GREEDY)[0].outputs[0].token_ids == tuple(expected([40, 41], 6))
+
+
+def test_progress_is_one_rewritten_line(make_llm: MakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    make_llm().generate(["a", "b"], GREEDY, show_progress=True)
+    assert capsys.readouterr().err.endswith("2/2 prompts\n")
+
+
+def test_the_constructor_takes_its_launcher(make_spec: Callable, make_runtime: Callable) -> None:
+    asked: list[object] = []
+
+    def launch(model: str, settings: Mapping[str, object], roles: frozenset[ProcessRole]) -> Launch:
+        asked.append((model, dict(settings), roles))
+        spec = make_spec()
+        return Launch(spec, make_runtime(), spec.model.artifact)
+
+    with LLM("fake", launch=launch, dtype="float32") as llm:
+        assert llm.generate([[40, 41]], GREEDY)[0].finished
+    roles = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
+    assert asked == [("fake", {"dtype": "float32"}, roles)]
+    executor = llm.core.executor
+    assert isinstance(executor, FakeExecutor)
+    assert executor.is_shut_down
+    llm.shutdown()
+
+
+def test_a_failed_load_stops_the_workers(make_spec: Callable, make_runtime: Callable) -> None:
+    with pytest.raises(ModelFormatError, match="cut short"):
+        build_engine(make_spec({"load_error": "cut short"}), make_runtime())
+
+
+def test_facts_of_a_loaded_engine(make_spec: Callable, make_runtime: Callable) -> None:
+    spec, runtime = make_spec(num_blocks=33), make_runtime()
+    core = build_engine(spec, runtime)
+    facts = engine_facts(core, spec, runtime)
+    assert (facts.tasks, facts.num_blocks, facts.capacity_tokens) == (("generate",), 32, 128)
+    created = {status.kind for status in facts.load_reports[0].of(PluginState.CREATED)}
+    assert {"executor", "scheduler", "worker", "kv_layout", "kv_cache_spec"} <= created
+    core.shutdown()
+
+
+def test_the_package_exports_its_front_ends_lazily() -> None:
+    code = (
+        "import sys, hardpoint; assert not [m for m in sys.modules if m.startswith('hardpoint.engine')]; hardpoint.LLM"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert hardpoint.LLM is LLM
+    with pytest.raises(AttributeError, match="LMM"):
+        hardpoint.LMM  # noqa: B018

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from hardpoint.engine.launching import launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.stats import StatFanout
+from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, OverloadedError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
@@ -122,6 +123,9 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.client.utility("reset_prefix_cache"))
 
+    def check_batch(self, num_prompts: int, n: int) -> None:
+        validate_batch(num_prompts, n, self.limits)
+
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -135,7 +139,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, merged while the reader is busy. Closing or cancelling aborts in the engine."""
         self._admit(1)
         token_ids = await self._tokenize(prompt)

@@ -8,35 +8,23 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 import hardpoint.errors
+from hardpoint.engine import messages as wire
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.core_process import ENTRY, EnginePayload
-from hardpoint.engine.messages import (
-    Abort,
-    Add,
-    EngineFacts,
-    FromEngine,
-    Heartbeat,
-    Outputs,
-    Ready,
-    Shutdown,
-    StartupFailed,
-    ToEngine,
-    Utility,
-    UtilityResult,
-)
+from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import EngineDeadError, HardpointError
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
 from hardpoint.ipc import CodecError, Decoder, create_runtime_dir, encode, private_ipc_address
-from hardpoint.process import describe_exit, spawn
+from hardpoint.process import ChildProcess, describe_exit, spawn
 
-__all__ = ["Child", "InprocClient", "ProcessClient"]
+__all__ = ["InprocClient", "ProcessClient"]
 
 _logger = logging.getLogger("hardpoint.engine")
 LAST_WORDS_S = 0.1
@@ -45,20 +33,6 @@ LAST_WORDS_S = 0.1
 
 KILL_AFTER_S = 5.0
 """What a child gets to end after it was told to."""
-
-
-class Child(Protocol):
-    """The part of ``hardpoint.process.ChildProcess`` that supervision needs."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def is_alive(self) -> bool: ...
-    def poll(self) -> int | None: ...
-    def on_exit(self, callback: Callable[[int], None]) -> None: ...
-    def terminate(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int | None: ...
-    def close(self) -> None: ...
 
 
 class InprocClient:
@@ -93,7 +67,9 @@ class ProcessClient:
     Set ``on_outputs`` and ``on_dead`` before the first request. ``on_dead`` runs once, whatever ended the engine.
     """
 
-    def __init__(self, child: Child, receiver: zmq.asyncio.Socket, input_address: str, stall_after_s: float) -> None:
+    def __init__(
+        self, child: ChildProcess, receiver: zmq.asyncio.Socket, input_address: str, stall_after_s: float
+    ) -> None:
         self.child = child
         self.on_outputs: Callable[[EngineOutputs], None] = lambda batch: None
         self.on_dead: Callable[[str], None] = lambda reason: None
@@ -114,12 +90,12 @@ class ProcessClient:
         self._sender.setsockopt(zmq.SNDHWM, 0)
         self._sender.setsockopt(zmq.LINGER, 0)
         self._sender.connect(input_address)
-        self._decoder = Decoder[FromEngine](FromEngine)
+        self._decoder = Decoder[wire.FromEngine](wire.FromEngine)
         self._reader = self._loop.create_task(self._receive(), name="engine-frames")
         child.on_exit(self._on_exit)
 
     @classmethod
-    async def launch(cls, spec: EngineSpec, start: Callable[[EnginePayload], Child] | None = None) -> ProcessClient:
+    async def launch(cls, spec: EngineSpec) -> ProcessClient:
         """Start the engine process and wait until it is loaded.
 
         Raises the error that stopped its start, as its own class where it is one of ours; ``EngineDeadError`` else.
@@ -132,7 +108,8 @@ class ProcessClient:
         receiver.setsockopt(zmq.RCVHWM, 0)
         receiver.bind(addresses[1])
         payload = EnginePayload(spec, addresses[0], (addresses[1],))
-        client = cls((start or _spawn)(payload), receiver, addresses[0], spec.stall_after_s)
+        child = spawn(ENTRY, encode(payload), name=f"engine-{spec.model_name}")
+        client = cls(child, receiver, addresses[0], spec.stall_after_s)
         try:
             await client._ready
         except BaseException:
@@ -157,11 +134,11 @@ class ProcessClient:
         return self.facts is not None and running and responsive
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        self._send(Add(list(requests)))
+        self._send(wire.Add(list(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids and self.dead_reason is None:
-            self._send(Abort(list(request_ids)))
+            self._send(wire.Abort(list(request_ids)))
 
     async def utility(self, method: str, *args: Any) -> Any:
         """Call one of ``core.UTILITIES``. Raises ``HardpointError`` with the engine's text, ``EngineDeadError``."""
@@ -169,7 +146,7 @@ class ProcessClient:
         call_id = self._num_calls
         self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(Utility(call_id, 0, method, list(args)))
+            self._send(wire.Utility(call_id, 0, method, list(args)))
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]
@@ -183,7 +160,7 @@ class ProcessClient:
         if self.facts is None:
             self.child.terminate()  # While it loads it listens to nothing else.
         elif not already and self.child.is_alive and self.dead_reason is None:
-            self._send(Shutdown(drain, timeout_s))
+            self._send(wire.Shutdown(drain, timeout_s))
         grace = KILL_AFTER_S + (timeout_s if drain else 0.0)
         code = await asyncio.to_thread(self.child.wait, grace)
         await asyncio.sleep(LAST_WORDS_S)
@@ -200,7 +177,7 @@ class ProcessClient:
         self._context.term()
         return code
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: wire.ToEngine) -> None:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         self._sender.send(encode(message), zmq.NOBLOCK)
@@ -219,24 +196,24 @@ class ProcessClient:
                 # A dead reader would let every request hang: nothing a frame causes may end it.
                 _logger.exception("handling a frame from the engine failed")
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         self._last_sign = time.monotonic()
-        if isinstance(message, Outputs):
+        if isinstance(message, wire.Outputs):
             self.on_outputs(message.batch)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, wire.Heartbeat):
             self.num_steps = message.num_steps
-        elif isinstance(message, UtilityResult):
+        elif isinstance(message, wire.UtilityResult):
             self._resolve(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             self.facts, self.pid = message.facts, message.pid
             if not self._ready.done():
                 self._ready.set_result(message.facts)
-        elif isinstance(message, StartupFailed):
+        elif isinstance(message, wire.StartupFailed):
             self._die(f"{message.kind}: {message.message}", startup_error(message))
         else:
             self._die(message.reason)
 
-    def _resolve(self, message: UtilityResult) -> None:
+    def _resolve(self, message: wire.UtilityResult) -> None:
         waiting = self._calls.get(message.call_id)
         if waiting is None or waiting.done():
             return
@@ -266,14 +243,10 @@ class ProcessClient:
         self.on_dead(reason)
 
 
-def startup_error(message: StartupFailed) -> HardpointError:
+def startup_error(message: wire.StartupFailed) -> HardpointError:
     """The exception that stopped the engine's start, as its own class if that is one of ours."""
     known = getattr(hardpoint.errors, message.kind, None)
     if isinstance(known, type) and issubclass(known, HardpointError):
         with contextlib.suppress(TypeError):
             return known(message.message)
     return EngineDeadError(f"the engine could not start: {message.kind}: {message.message}")
-
-
-def _spawn(payload: EnginePayload) -> Child:
-    return spawn(ENTRY, encode(payload), name=f"engine-{payload.spec.model_name}")

@@ -18,22 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from hardpoint.engine import messages as wire
 from hardpoint.engine.build import build_engine, engine_facts
 from hardpoint.engine.core import EngineCore
-from hardpoint.engine.messages import (
-    Abort,
-    Add,
-    Dead,
-    FromEngine,
-    Heartbeat,
-    Outputs,
-    Ready,
-    Shutdown,
-    StartupFailed,
-    ToEngine,
-    Utility,
-    UtilityResult,
-)
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import HardpointError
 from hardpoint.interfaces.request import EngineOutputs
@@ -72,7 +59,7 @@ def main(payload: bytes) -> int:
     """Entry point of the process. Exit codes: 0 after an orderly end, 1 after a failure, which was reported."""
     job = Decoder[EnginePayload](EnginePayload).decode(payload)
     sockets = EngineSockets(job)
-    inbox: queue.SimpleQueue[ToEngine | _Wake] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[wire.ToEngine | _Wake] = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _leave)
     try:
         roles = {ProcessRole.ENGINE}
@@ -85,13 +72,13 @@ def main(payload: bytes) -> int:
     except Exception as error:
         known = isinstance(error, HardpointError)
         _logger.error("the engine could not start: %s: %s", type(error).__name__, error, exc_info=not known)
-        sockets.send_all(StartupFailed(type(error).__name__, str(error)))
+        sockets.send_all(wire.StartupFailed(type(error).__name__, str(error)))
         sockets.close()
         return 1
     server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
     signal.signal(signal.SIGTERM, server.on_sigterm)
     threading.Thread(target=sockets.receive_into, args=(inbox,), name="engine-input", daemon=True).start()
-    sockets.send_all(Ready(engine_facts(core, job.spec, runtime), os.getpid()))
+    sockets.send_all(wire.Ready(engine_facts(core, job.spec, runtime), os.getpid()))
     code = server.run()
     announce_stop(runtime)
     sockets.close()
@@ -113,13 +100,13 @@ class EngineSockets:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.connect(address)
 
-    def send(self, client: int, message: FromEngine) -> None:
+    def send(self, client: int, message: wire.FromEngine) -> None:
         if not 0 <= client < len(self._outputs):
             _logger.error("a message for client %d is dropped: there are %d", client, len(self._outputs))
             return
         self._outputs[client].send(encode(message))
 
-    def send_all(self, message: FromEngine) -> None:
+    def send_all(self, message: wire.FromEngine) -> None:
         for client in range(len(self._outputs)):
             self.send(client, message)
 
@@ -129,9 +116,9 @@ class EngineSockets:
             socket.close(linger=2000)
         self._context.term()
 
-    def receive_into(self, inbox: queue.SimpleQueue[ToEngine | _Wake]) -> None:
+    def receive_into(self, inbox: queue.SimpleQueue[wire.ToEngine | _Wake]) -> None:
         """Body of the input thread. Its end, other than with the process, is fatal for the engine (class 28)."""
-        decoder = Decoder[ToEngine](ToEngine)
+        decoder = Decoder[wire.ToEngine](wire.ToEngine)
         try:
             with self._context.socket(zmq.PULL) as socket:
                 socket.setsockopt(zmq.RCVHWM, 0)
@@ -155,7 +142,7 @@ class EngineServer:
         self,
         core: EngineCore,
         sockets: EngineSockets,
-        inbox: queue.SimpleQueue[ToEngine | _Wake],
+        inbox: queue.SimpleQueue[wire.ToEngine | _Wake],
         *,
         drain_timeout_s: float,
     ) -> None:
@@ -169,7 +156,7 @@ class EngineServer:
 
     def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """First time: finish what runs; second time: abort it. Queueing is safe inside a signal handler."""
-        self._inbox.put(Shutdown(drain=not self._core.is_draining, timeout_s=self._drain_timeout_s))
+        self._inbox.put(wire.Shutdown(drain=not self._core.is_draining, timeout_s=self._drain_timeout_s))
 
     def run(self) -> int:
         """Until shut down or dead; returns the exit code."""
@@ -182,7 +169,7 @@ class EngineServer:
         self._core.abort_all()
         self._send_frames(self._core.take_frames())
         if fatal is not None:
-            self._sockets.send_all(Dead(fatal))
+            self._sockets.send_all(wire.Dead(fatal))
         self._core.shutdown()
         return 0 if fatal is None else 1
 
@@ -197,11 +184,11 @@ class EngineServer:
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_S
-            self._sockets.send_all(Heartbeat(self._core.num_steps))
+            self._sockets.send_all(wire.Heartbeat(self._core.num_steps))
 
     def _send_frames(self, frames: dict[int, EngineOutputs]) -> None:
         for client, batch in frames.items():
-            self._sockets.send(client, Outputs(batch))
+            self._sockets.send(client, wire.Outputs(batch))
 
     def _receive(self) -> str | None:
         """Handle what has come; wait for something only when there is nothing to compute. Returns a fatal reason."""
@@ -224,22 +211,22 @@ class EngineServer:
         wait = HEARTBEAT_S if deadline is None else min(max(deadline - time.time(), STALLED_WAIT_S), HEARTBEAT_S)
         return wait if self._drain_until is None else min(wait, max(self._drain_until - time.monotonic(), 0.001))
 
-    def _handle(self, message: ToEngine) -> None:
-        if isinstance(message, Add):
+    def _handle(self, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.Add):
             for request in message.requests:
                 self._core.add(request)
-        elif isinstance(message, Abort):
+        elif isinstance(message, wire.Abort):
             self._core.abort(message.request_ids)
-        elif isinstance(message, Utility):
+        elif isinstance(message, wire.Utility):
             self._sockets.send(message.client_index, self._call(message))
         else:
             self._core.begin_drain()
             self._drain_until = time.monotonic() + (message.timeout_s if message.drain else 0.0)
 
-    def _call(self, message: Utility) -> UtilityResult:
+    def _call(self, message: wire.Utility) -> wire.UtilityResult:
         try:
             result: Any = self._core.utility(message.method, message.args)
             encode(result)
         except Exception as error:
-            return UtilityResult(message.call_id, error=f"{type(error).__name__}: {error}")
-        return UtilityResult(message.call_id, result)
+            return wire.UtilityResult(message.call_id, error=f"{type(error).__name__}: {error}")
+        return wire.UtilityResult(message.call_id, result)

@@ -10,13 +10,17 @@ from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.launch import Launch, prepare
 from hardpoint.roles import ProcessRole
 
-__all__ = ["Launcher", "launch_model"]
+__all__ = ["Launcher", "launch_config", "launch_model"]
 
 Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
 
 
 def launch_model(model: str, settings: Mapping[str, Any], roles: frozenset[ProcessRole]) -> Launch:
     """``settings`` are the command line's in their Python spelling. Raises what ``prepare`` raises."""
-    config = AppConfig.single(EngineConfig.from_settings(model, **settings))
+    return launch_config(AppConfig.single(EngineConfig.from_settings(model, **settings)), roles)
+
+
+def launch_config(config: AppConfig, roles: frozenset[ProcessRole]) -> Launch:
+    """The one engine of ``config``. Raises what ``prepare`` raises."""
     (name,) = config.engines
     return prepare(config, name, environ=dict(os.environ), roles=roles)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from hardpoint.config import AppConfig
 from hardpoint.engine.build import build_engine
 from hardpoint.engine.clients import InprocClient
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.input_processor import ProcessedRequest
-from hardpoint.engine.launching import Launcher, launch_model
+from hardpoint.engine.launching import Launcher, launch_config, launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.output_state import RequestState
 from hardpoint.errors import InvalidRequestError
-from hardpoint.interfaces.engine import Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.process import announce_stop
@@ -28,8 +29,8 @@ __all__ = ["LLM", "PromptLike"]
 
 PromptLike = str | Sequence[int] | Prompt
 ROLES = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
-DEFAULT_PARAMS = SamplingParams(max_tokens=256)
-"""Used where a call gives none: a model that never ends its text should not fill the whole context unasked."""
+DEFAULT_MAX_TOKENS = 256
+"""Where a call gives no params: a model that never ends its text should not fill the whole context unasked."""
 
 
 class LLM:
@@ -44,6 +45,11 @@ class LLM:
         frontend = Frontend.from_spec(started.spec, started.runtime)
         core = build_engine(started.spec, started.runtime)
         self._assemble(core, frontend, started.spec.max_unfinished, lambda: announce_stop(started.runtime))
+
+    @classmethod
+    def from_config(cls, config: AppConfig) -> LLM:
+        """The one engine of a whole configuration, as the command line makes it."""
+        return cls("", launch=lambda _model, _settings, roles: launch_config(config, roles))
 
     @classmethod
     def from_parts(cls, core: EngineCore, frontend: Frontend, *, max_unfinished: int | None = None) -> LLM:
@@ -66,6 +72,10 @@ class LLM:
         return self._frontend.tokenizer
 
     @property
+    def limits(self) -> ModelLimits:
+        return self._frontend.limits
+
+    @property
     def core(self) -> EngineCore:
         return self._client.core
 
@@ -84,10 +94,34 @@ class LLM:
         """
         asked = _as_prompts(prompts)
         each = _as_params(params, len(asked))
-        processed = [
-            self._frontend.inputs.process(prompt, _final(one), options) for prompt, one in zip(asked, each, strict=True)
-        ]
+        processed = [self._process(prompt, one, options) for prompt, one in zip(asked, each, strict=True)]
         return self._run(processed, show_progress)
+
+    def stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams,
+        *,
+        options: RequestOptions | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield ``(index of the prompt, output)`` as outputs come, all prompts in one batch.
+
+        Leaving the iterator early aborts what still runs. Raises like :meth:`generate`.
+        """
+        processed = [self._frontend.inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
+        return self._stream(processed)
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """The conversation as a prompt. Raises ``InvalidRequestError`` for messages the template cannot take."""
+        return self._frontend.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
+        )
 
     def chat(
         self,
@@ -118,24 +152,50 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
+    def _process(self, prompt: Prompt, params: Any, options: RequestOptions | None) -> ProcessedRequest:
+        """Nobody reads in between, so only a final output is made. Odd types are left for the validator to refuse."""
+        inputs = self._frontend.inputs
+        ids = inputs.tokenize(prompt)
+        if params is None:
+            room = self._frontend.limits.max_model_len - len(ids)
+            params = SamplingParams(max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        if isinstance(params, SamplingParams):
+            params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+        return inputs.process(prompt, params, options, ids)
+
     def _run(self, processed: list[ProcessedRequest], show_progress: bool) -> list[RequestOutput]:
-        backlog = deque(processed)
         states: list[RequestState] = []
         progress = _progress(len(processed), show_progress)
         num_done = 0
+        for _ in self._steps(processed, states):
+            done = sum(state.finished for state in states)
+            if done > num_done:
+                progress(done)
+                num_done = done
+        return [_result(state) for state in states]
+
+    def _stream(self, processed: list[ProcessedRequest]) -> Iterator[tuple[int, RequestOutput]]:
+        states: list[RequestState] = []
+        for _ in self._steps(processed, states):
+            for index, state in enumerate(states):
+                if state.failure is not None:
+                    raise state.failure
+                output = state.take()
+                if output is not None:
+                    yield index, output
+
+    def _steps(self, processed: list[ProcessedRequest], states: list[RequestState]) -> Iterator[None]:
+        """Step until all is done, filling ``states``; an exception or an early end aborts what still runs."""
+        backlog = deque(processed)
         try:
             while backlog or self._outputs.num_sequences:
                 self._feed(backlog, states)
                 for frame in self._client.step():
                     self._client.abort(self._outputs.process(frame))
-                done = sum(state.finished for state in states)
-                if done > num_done:
-                    progress(done)
-                    num_done = done
+                yield
         except BaseException:
             self._client.abort([name for state in states for name in self._outputs.abort(state.processed.request_id)])
             raise
-        return [_result(state) for state in states]
 
     def _feed(self, backlog: deque[ProcessedRequest], states: list[RequestState]) -> None:
         """Hand over what the waiting queue takes: an offline batch may be longer than a server's queue."""
@@ -157,13 +217,6 @@ def _result(state: RequestState) -> RequestOutput:
     return output
 
 
-def _final(params: Any) -> Any:
-    """Nobody reads in between, so nothing is made for it. Other types are left for the validator to refuse."""
-    if not isinstance(params, SamplingParams):
-        return params
-    return msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-
-
 def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], int)):
         prompts = [prompts]
@@ -176,9 +229,9 @@ def _as_prompt(prompt: Any) -> Prompt:
     return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
 
 
-def _as_params(params: Any, count: int) -> list[SamplingParams]:
+def _as_params(params: Any, count: int) -> list[Any]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or DEFAULT_PARAMS] * count
+        return [params] * count
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} params for {count} prompts; give one, or one each", param="params")
     return list(params)

@@ -9,22 +9,6 @@ import msgspec
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
 from hardpoint.plugins.report import LoadReport
 
-__all__ = [
-    "Abort",
-    "Add",
-    "Dead",
-    "EngineFacts",
-    "FromEngine",
-    "Heartbeat",
-    "Outputs",
-    "Ready",
-    "Shutdown",
-    "StartupFailed",
-    "ToEngine",
-    "Utility",
-    "UtilityResult",
-]
-
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What only a loaded engine knows. ``num_blocks`` counts usable KV blocks; ``capacity_tokens`` all they hold."""
