@@ -35,6 +35,8 @@ __all__ = ["HttpServer", "bind", "serve"]
 
 _logger = logging.getLogger("hardpoint.server")
 _BACKLOG = 2048
+_ECHO_S = 0.5
+"""Supervisors may signal a process and its group at once: a second signal so soon is the first one's echo."""
 _FLUSH_S = 2
 """What finished answers get to reach their clients before connections are cut, whole seconds."""
 
@@ -141,6 +143,7 @@ class _Service:
         self._parts = parts
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._stopped_at: float | None = None
         self._http = HttpServer(
             uvicorn.Config(
                 parts.app,
@@ -198,10 +201,13 @@ class _Service:
         return engine
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
+            self._parts.engines.draining = True
+            self._stop.set()
+        elif now - self._stopped_at > _ECHO_S:
             self._hurry.set()
-        self._parts.engines.draining = True
-        self._stop.set()
 
     def _headline(self, listener: socket.socket) -> str:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
