@@ -9,8 +9,8 @@ import torch
 
 __all__ = ["apply_min_p", "apply_top_k_top_p"]
 
-_PREFIX = 256
-"""Largest logits looked at first for top-p; rows whose mass lies further out are sorted completely."""
+_PREFIX, _WIDER_PREFIX = 256, 4096
+"""Largest logits looked at for top-p, first and second; rows whose mass lies further out are sorted completely."""
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -44,13 +44,17 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
 
 
 def _cut_mass(logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Cut every row, looking further down only in rows whose mass is not reached yet."""
     total = logits.logsumexp(dim=-1, keepdim=True)
-    covered = _apply_mass_cut(logits, largest, total, top_p)
-    missing = torch.nonzero(~covered).squeeze(1)
-    if len(missing):
-        rows = logits[missing]
-        _apply_mass_cut(rows, rows.sort(dim=-1, descending=True).values, total[missing], top_p[missing])
-        logits[missing] = rows
+    open_rows = torch.nonzero(~_apply_mass_cut(logits, largest, total, top_p)).squeeze(1)
+    for width in (_WIDER_PREFIX, logits.shape[-1]):
+        if len(open_rows) == 0:
+            return
+        rows = logits[open_rows]
+        ordered = rows.topk(min(width, rows.shape[-1]), dim=-1).values
+        is_cut = _apply_mass_cut(rows, ordered, total[open_rows], top_p[open_rows])
+        logits[open_rows] = rows
+        open_rows = open_rows[~is_cut]
 
 
 def _apply_mass_cut(
