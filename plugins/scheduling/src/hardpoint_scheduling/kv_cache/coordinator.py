@@ -92,6 +92,10 @@ class KVCoordinator:
             return -(-num_tokens // size) * size
         return min((-(-num_tokens // g.block_size) * g.block_size for g in self._groups), default=UNLIMITED_TOKENS)
 
+    def end_with_lookahead(self, end: int, lookahead: int) -> int:
+        """Where an allocation up to ``end`` stops. Lookahead is a wish: it never asks for more than the pool holds."""
+        return max(end, min(end + lookahead, self._largest_fit))
+
     def find_prefix(self, hashes: Sequence[BlockHash], num_tokens: int) -> PrefixHit:
         """The longest prefix cached in every group, in whole blocks and at most ``num_tokens - 1`` tokens (R3.91)."""
         if not self.prefix_caching:
@@ -115,9 +119,7 @@ class KVCoordinator:
         """
         if segments.new <= 0 and segments.external <= 0:
             raise ValueError(f"request {request_id}: neither new nor external tokens to allocate for")
-        known = segments.hit + segments.external
-        # Lookahead is a wish: it never asks for more than the pool could give.
-        end = min(known + segments.new + segments.lookahead, self._largest_fit)
+        end = self.end_with_lookahead(segments.hit + segments.external + segments.new, segments.lookahead)
         whole = max(segments.whole, end) if gates.full_sequence_must_fit else end
         idle = sum(self.pool.count_idle(blocks) for blocks in hit.blocks)
         if self._needed(request_id, whole, hit.blocks) + idle + gates.reserved_blocks > self.pool.num_free:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +100,11 @@ class ChainedHasher:
         self.root = root
         self._function = function
 
-    def extend(self, request: EngineRequest, token_ids: Sequence[int], hashes: list[BlockHash]) -> None:
-        """Append the hashes of complete blocks that ``hashes`` lacks (R11.13)."""
+    def extend(self, request: EngineRequest, token_ids: Any, hashes: list[BlockHash]) -> None:
+        """Append the hashes of complete blocks that ``hashes`` lacks (R11.13).
+
+        ``token_ids``: all known tokens, as a sequence of ints or an integer array.
+        """
         size = self.block_size
         first = len(hashes)
         last = len(token_ids) // size

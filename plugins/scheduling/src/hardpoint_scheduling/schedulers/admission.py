@@ -72,9 +72,8 @@ class Admission:
             return _Answer.SET_ASIDE
         num_computed = hit.num_tokens + num_external
         num_new = request.num_tokens - num_computed
-        cap = state.prefill_cap()
-        if cap is not None:
-            num_new = min(num_new, cap)
+        if plan.prefill_cap is not None:
+            num_new = min(num_new, plan.prefill_cap)
         if num_new > plan.budget and not state.limits.chunked_prefill:
             return _Answer.NO_ROOM
         num_new = min(num_new, plan.budget)
@@ -124,7 +123,7 @@ class Admission:
         resumed = request.status is RequestStatus.PREEMPTED
         request.move_to(RequestStatus.RUNNING)
         end = num_computed + num_new
-        capacity = state.kv.covered(min(end + lookahead, state.kv.largest_sequence))
+        capacity = state.kv.covered(state.kv.end_with_lookahead(end, lookahead))
         slot = state.table.assign(request, num_computed, capacity)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = state.clock()

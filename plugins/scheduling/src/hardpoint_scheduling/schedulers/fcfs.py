@@ -83,7 +83,7 @@ class FcfsScheduler(Scheduler):
         self._end_overdue()
         self._lifecycle.release_held()
         budget = 0 if state.pause is PauseMode.ALL else state.limits.max_num_batched_tokens
-        plan = StepPlan(budget, state.kv.num_groups)
+        plan = StepPlan(budget, state.kv.num_groups, state.prefill_cap())
         preempted = self._running.run(plan)
         if not preempted:
             self._admission.run(plan)

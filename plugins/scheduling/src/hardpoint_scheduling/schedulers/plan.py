@@ -25,13 +25,15 @@ class NewBlocks:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Rows of running requests as arrays, rows of admitted ones as lists; ``budget`` is what is left of the step.
+    """Rows of running requests as arrays, rows of admitted ones as lists; ``budget`` is what is left of the step,
+    ``prefill_cap`` the most new tokens of one request (None: no cap).
 
     ``slots``, ``computed`` and ``counts`` are int32 [number of running rows].
     """
 
     budget: int
     num_groups: int
+    prefill_cap: int | None = None
     rows: list[LiveRequest] = field(default_factory=list)
     slots: Int32Array = field(default_factory=lambda: EMPTY)
     computed: Int32Array = field(default_factory=lambda: EMPTY)

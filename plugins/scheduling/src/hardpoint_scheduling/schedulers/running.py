@@ -44,7 +44,7 @@ class RunningLoop:
         work = _Pass(running.requests, running.slots, state.table.computed[running.slots], _zeros(len(running)), [])
         start = 0
         while start < len(work.requests):
-            self._distribute(work, start, plan.budget)
+            self._distribute(work, start, plan)
             short = self._grow(work, start)
             if short is None:
                 break
@@ -61,14 +61,13 @@ class RunningLoop:
         self._enter_full_blocks(plan)
         return preempted
 
-    def _distribute(self, work: _Pass, start: int, budget: int) -> None:
+    def _distribute(self, work: _Pass, start: int, plan: StepPlan) -> None:
         """New tokens of the rows from ``start`` on, within what earlier rows left of the budget (R3.44, R3.45)."""
         slots = work.slots[start:]
         wanted = self._state.table.num_tokens[slots] - work.computed[start:]
-        cap = self._state.prefill_cap()
-        if cap is not None:
-            np.minimum(wanted, cap, out=wanted)
-        left = budget - int(work.counts[:start].sum()) if start else budget
+        if plan.prefill_cap is not None:
+            np.minimum(wanted, plan.prefill_cap, out=wanted)
+        left = plan.budget - int(work.counts[:start].sum())
         if int(wanted.sum()) > left:
             granted = np.minimum(np.cumsum(wanted, dtype=np.int64), left)
             wanted = np.diff(granted, prepend=0).astype(np.int32)
@@ -97,8 +96,12 @@ class RunningLoop:
         return None
 
     def _with_lookahead(self, work: _Pass, start: int, ends: Int32Array) -> Int32Array:
-        extra = [self._state.extensions.num_lookahead_tokens(request) for request in work.requests[start:]]
-        return np.minimum(ends + np.asarray(extra, dtype=np.int32), self._state.kv.largest_sequence)
+        host, kv = self._state.extensions, self._state.kv
+        wanted = [
+            kv.end_with_lookahead(end, host.num_lookahead_tokens(request))
+            for end, request in zip(ends.tolist(), work.requests[start:], strict=True)
+        ]
+        return np.asarray(wanted, dtype=np.int32)
 
     def _shorten(self, work: _Pass, length: int) -> None:
         work.requests = work.requests[:length]

@@ -1,0 +1,291 @@
+"""Block pool, free queue and prefix index (spec 03 section 3.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hardpoint.errors import ConfigError, OutOfBlocksError
+from hardpoint.interfaces import BlockHash, BlockHashWithGroup, group_key
+from hardpoint_scheduling.kv_cache.block_pool import BlockPool
+from hardpoint_scheduling.kv_cache.free_queue import FreeQueue
+from hardpoint_scheduling.kv_cache.prefix_index import PrefixIndex
+
+
+def key(number: int, group: int = 0) -> BlockHashWithGroup:
+    return group_key(BlockHash(number.to_bytes(32, "big")), group)
+
+
+def test_the_queue_hands_out_ids_in_order_and_takes_from_both_ends_and_the_middle() -> None:
+    """R3.10."""
+    queue = FreeQueue(6)
+    assert queue.pop_many(2) == [0, 1]
+    queue.remove(4)
+    queue.prepend(1)
+    queue.append(0)
+    assert list(queue) == [1, 2, 3, 5, 0]
+    assert len(queue) == 5
+    assert 4 not in queue
+    queue.check([0, 1, 2, 3, 5])
+
+
+def test_the_queue_refuses_to_be_corrupted() -> None:
+    queue = FreeQueue(3)
+    with pytest.raises(ValueError, match="already in the free queue"):
+        queue.append(1)
+    queue.remove(1)
+    with pytest.raises(ValueError, match="not in the free queue"):
+        queue.remove(1)
+    with pytest.raises(OutOfBlocksError, match="3 KV blocks were asked for, but only 2 are free"):
+        queue.pop_many(3)
+    assert list(queue) == [0, 2]
+    with pytest.raises(RuntimeError, match="unreferenced"):
+        queue.check([0, 1])
+
+
+def test_an_emptied_queue_can_be_filled_again() -> None:
+    queue = FreeQueue(2)
+    assert queue.pop_many(2) == [0, 1]
+    assert list(queue) == []
+    queue.append(1)
+    queue.prepend(0)
+    assert queue.pop_many(2) == [0, 1]
+
+
+def test_block_zero_is_the_null_block_and_is_left_alone() -> None:
+    """R3.11, P3.11: never handed out, counted, freed or hashed."""
+    pool = BlockPool(4)
+    assert pool.num_usable == pool.num_free == 3
+    assert pool.allocate(3) == [1, 2, 3]
+    pool.free([0])
+    pool.touch([0])
+    pool.remember(0, key(1))
+    assert pool.num_free == 0
+    assert pool.references(0) == 0
+    assert pool.find(key(1)) is None
+    pool.check_integrity()
+
+
+def test_a_pool_needs_room_for_the_null_block() -> None:
+    with pytest.raises(ConfigError, match="--num-kv-blocks"):
+        BlockPool(0)
+
+
+def test_the_index_keeps_a_bare_id_until_a_second_block_comes() -> None:
+    """R3.13: removing another block's id leaves an entry intact; an emptied map removes the key."""
+    index = PrefixIndex()
+    index.insert(key(1), 7)
+    index.insert(key(1), 7)
+    assert list(index) == [(key(1), 7)]
+    assert not index.remove(key(1), 8)
+    index.insert(key(1), 8)
+    assert index.find(key(1)) == 7
+    assert not index.remove(key(1), 9)
+    assert index.remove(key(1), 7)
+    assert index.find(key(1)) == 8
+    assert index.remove(key(1), 8)
+    assert len(index) == 0
+    assert not index.remove(key(1), 8)
+
+
+def test_equal_blocks_are_not_merged() -> None:
+    """R3.14."""
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.remember(first, key(1))
+    pool.remember(second, key(1))
+    assert pool.find(key(1)) == first
+    assert pool.references(first) == pool.references(second) == 1
+    pool.check_integrity({"a": [[first, second]]})
+
+
+def test_groups_do_not_share_index_entries() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate(1)[0]
+    pool.remember(block, key(1, group=0))
+    assert pool.find(key(1, group=1)) is None
+
+
+def test_allocating_a_hashed_block_evicts_it() -> None:
+    """R3.16."""
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.remember(block, key(1))
+    pool.free([block])
+    assert pool.find(key(1)) == block
+    assert pool.allocate(1) == [block]
+    assert pool.find(key(1)) is None
+    assert pool.key_of(block) is None
+    assert pool.references(block) == 1
+
+
+def test_asking_for_too_many_blocks_changes_nothing() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate(3)
+    assert pool.free_order() == [1, 2]
+
+
+def test_the_order_of_freed_blocks_is_lifo_without_and_lru_with_a_hash() -> None:
+    """R3.17, R3.18, the worked case: b1 b2 b3 hashed, b4 partial, f1 f2 free."""
+    pool = BlockPool(7)
+    b1, b2, b3, b4 = pool.allocate(4)
+    f1, f2 = pool.free_order()
+    for number, block in enumerate((b1, b2, b3)):
+        pool.remember(block, key(number))
+    pool.free(reversed([b1, b2, b3, b4]))
+    assert pool.free_order() == [b4, f1, f2, b3, b2, b1]
+
+
+def test_a_touched_block_cannot_be_evicted() -> None:
+    """R3.19."""
+    pool = BlockPool(3)
+    hashed, other = pool.allocate(2)
+    pool.remember(hashed, key(1))
+    pool.free([hashed, other])
+    pool.touch([hashed])
+    pool.touch([hashed])
+    assert pool.references(hashed) == 2
+    assert pool.allocate(1) == [other]
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate(1)
+    assert pool.find(key(1)) == hashed
+
+
+def test_a_block_that_carries_a_hash_gives_it_up_for_the_new_one() -> None:
+    """R3.20."""
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.remember(block, key(1))
+    pool.remember(block, key(2))
+    assert pool.find(key(1)) is None
+    assert pool.find(key(2)) == block
+
+
+def test_freeing_an_unreferenced_block_is_an_error() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(ValueError, match="nobody refers to it"):
+        pool.free([1])
+
+
+def test_reset_needs_everybody_gone() -> None:
+    """R3.22."""
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.remember(block, key(1))
+    assert not pool.reset()
+    assert pool.find(key(1)) == block
+    pool.free([block])
+    assert pool.reset()
+    assert pool.find(key(1)) is None
+    assert pool.num_cached == 0
+    pool.check_integrity({})
+
+
+def test_hits_that_wait_in_the_free_queue_are_counted() -> None:
+    """R3.76."""
+    pool = BlockPool(5)
+    idle, busy = pool.allocate(2)
+    pool.remember(idle, key(1))
+    pool.free([idle])
+    assert pool.count_idle([idle, busy, 0]) == 1
+
+
+def test_integrity_names_what_is_wrong() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    with pytest.raises(RuntimeError, match=f"block {block} has 1 references, but 0 tables"):
+        pool.check_integrity({})
+    pool.check_integrity({"a": [[block]]})
+
+
+def test_the_cost_of_an_operation_does_not_depend_on_the_pool() -> None:
+    """R3.10: the same work on a pool a hundred times larger stays within an order of magnitude."""
+
+    def seconds(num_blocks: int) -> float:
+        pool = BlockPool(num_blocks)
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(200):
+                blocks = pool.allocate(8)
+                pool.free(reversed(blocks))
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(200_000) < 10 * seconds(2_000)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """I3.1-I3.3 against a model: owners hold lists of blocks, hashes are numbers."""
+
+    @initialize(num_blocks=st.integers(2, 12))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.owners: dict[str, list[list[int]]] = {}
+        self.keys: dict[int, BlockHashWithGroup] = {}
+        self.next_owner = 0
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        free = self.pool.free_order()
+        if count > len(free):
+            with pytest.raises(OutOfBlocksError):
+                self.pool.allocate(count)
+            return
+        blocks = self.pool.allocate(count)
+        assert blocks == free[:count]
+        for block in blocks:
+            self.keys.pop(block, None)
+        self._own(blocks)
+
+    @precondition(lambda self: any(blocks for (blocks,) in self.owners.values()))
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def remember(self, data: st.DataObject, number: int) -> None:
+        block = data.draw(st.sampled_from(sorted({b for (blocks,) in self.owners.values() for b in blocks})))
+        self.pool.remember(block, key(number))
+        self.keys[block] = key(number)
+
+    @rule(number=st.integers(0, 5))
+    def adopt(self, number: int) -> None:
+        block = self.pool.find(key(number))
+        assert (block is None) == (key(number) not in self.keys.values())
+        if block is not None:
+            assert self.keys[block] == key(number)
+            self.pool.touch([block])
+            self._own([block])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.owners)))
+        (blocks,) = self.owners.pop(owner)
+        self.pool.free(reversed(blocks))
+
+    @rule()
+    def reset(self) -> None:
+        in_use = any(blocks for (blocks,) in self.owners.values())
+        assert self.pool.reset() is not in_use
+        if not in_use:
+            self.keys.clear()
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        self.pool.check_integrity(dict(self.owners))
+        held = {block for (blocks,) in self.owners.values() for block in blocks}
+        assert len(held) + self.pool.num_free + 1 == self.pool.num_blocks
+        for block, block_key in self.keys.items():
+            assert self.pool.key_of(block) == block_key
+
+    def _own(self, blocks: Sequence[int]) -> None:
+        self.owners[f"owner{self.next_owner}"] = [list(blocks)]
+        self.next_owner += 1
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase

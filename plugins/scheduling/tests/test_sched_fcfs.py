@@ -1,0 +1,650 @@
+"""FCFS scheduler step by step: admission, budgets, preemption, stops (spec 03)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hardpoint.errors import ConfigError, OverloadedError, PluginNotFoundError
+from hardpoint.interfaces import (
+    EngineOutput,
+    FinishReason,
+    LogprobArrays,
+    NoOptions,
+    PauseMode,
+    RowFailure,
+    SchedulerContext,
+)
+from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint_scheduling.schedulers.fcfs import create
+from sched_support import BLOCK, answer, expected, kv_config, limits, make_loop, make_scheduler, request
+
+PROMPT = list(range(3, 13))
+
+
+def finish_reasons(outputs: list[EngineOutput]) -> list[FinishReason]:
+    return [output.finish_reason for output in outputs if output.finish_reason is not None]
+
+
+# Budgets and thresholds
+
+
+def test_prefill_and_decode_share_one_budget_running_first() -> None:
+    """R3.30, R3.31, R3.40, I3.4."""
+    loop = make_loop(max_num_batched_tokens=12)
+    loop.scheduler.add(request("a", PROMPT))
+    loop.step()
+    loop.scheduler.add(request("b", [50, *PROMPT, *PROMPT]))
+    step = loop.step()
+    assert step.num_scheduled_tokens.tolist() == [1, 11]
+    assert step.samples.tolist() == [True, False]
+    step = loop.step()
+    assert step.num_scheduled_tokens.tolist() == [1, 10]
+    assert step.samples.tolist() == [True, True]
+    assert not step.new_rows
+
+
+def test_the_budget_cuts_running_rows_from_the_tail() -> None:
+    """R3.45: in order, nobody is skipped for a later one."""
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    for i in range(4):
+        scheduler.add(request(f"r{i}", [40 + i, 5]))
+    first = scheduler.schedule()
+    assert first.num_scheduled_tokens.tolist() == [2, 2, 2, 2]
+    scheduler.update(first, answer(first))
+    scheduler._state.limits = limits(max_num_batched_tokens=2)
+    step = scheduler.schedule()
+    assert step.slots.tolist() == first.slots.tolist()[:2]
+    scheduler.update(step, answer(step))
+    scheduler.check_integrity()
+
+
+def test_a_long_prefill_is_capped_only_while_others_wait_or_run() -> None:
+    """R3.32, P3.9."""
+    loop = make_loop(max_num_batched_tokens=40, long_prefill_threshold=6)
+    loop.scheduler.add(request("long", range(3, 33)))
+    assert loop.step().num_tokens == 30
+    loop.scheduler.add(request("next", range(40, 70)))
+    assert loop.step().num_scheduled_tokens.tolist() == [1, 6]
+
+
+def test_without_chunking_a_prompt_waits_for_a_whole_budget() -> None:
+    """R3.66."""
+    loop = make_loop(chunked_prefill=False, max_num_batched_tokens=64)
+    loop.scheduler.add(request("a", range(3, 43)))
+    loop.scheduler.add(request("b", range(43, 83)))
+    assert loop.step().num_scheduled_tokens.tolist() == [40]
+    assert loop.step().num_scheduled_tokens.tolist() == [1, 40]
+
+
+def test_the_active_cap_is_below_the_slot_cap() -> None:
+    """R3.3, R3.61."""
+    loop = make_loop(max_num_active_seqs=2)
+    for i in range(4):
+        loop.scheduler.add(request(f"r{i}", [5, 6, i]))
+    assert loop.step().num_rows == 2
+    assert loop.scheduler.stats().num_waiting == 2
+
+
+# Adding
+
+
+def test_what_can_never_run_ends_at_once() -> None:
+    """R1.5: a prompt over the limit reports the length reason."""
+    scheduler = make_scheduler(num_blocks=5, max_model_len=30)
+    for prompt, max_tokens, reason in (
+        (range(30), 5, FinishReason.LENGTH),
+        (range(17), 5, FinishReason.LENGTH),
+        ([], 5, FinishReason.ERROR),
+        ([4], 0, FinishReason.LENGTH),
+    ):
+        output = scheduler.add(request("r", list(prompt), max_tokens))
+        assert output is not None
+        assert output.finish_reason is reason
+        assert not scheduler.has_work()
+    assert scheduler.add(request("r", range(16))) is None
+
+
+def test_a_full_queue_and_a_live_id_are_refused() -> None:
+    scheduler = make_scheduler(max_waiting=1)
+    scheduler.add(request("a", [4]))
+    with pytest.raises(ValueError, match="a is already live"):
+        scheduler.add(request("a", [4]))
+    with pytest.raises(OverloadedError, match="--max-waiting allows 1"):
+        scheduler.add(request("b", [4]))
+    scheduler.schedule()
+    assert scheduler.add(request("b", [4])) is None
+    assert sorted(scheduler.live_request_ids()) == ["a", "b"]
+
+
+# Ends
+
+
+def stop_case(tokens: list[int], **fields: Any) -> list[EngineOutput]:
+    """Outputs of one request whose worker says ``tokens``."""
+    scheduler = make_scheduler()
+    scheduler.add(request("r", [4, 5], **fields))
+    outputs = []
+    for token in tokens:
+        step = scheduler.schedule()
+        outputs.extend(scheduler.update(step, answer(step, token)))
+        scheduler.check_integrity()
+    assert scheduler.stats().num_running == 0
+    assert scheduler.stats().num_free_blocks == scheduler.stats().num_total_blocks
+    return outputs
+
+
+def test_end_of_sequence_and_stop_ids() -> None:
+    outputs = stop_case([9, 2], max_tokens=9, eos_token_ids=(1, 2))
+    assert [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs] == [
+        ([9], None, None),
+        ([2], FinishReason.STOP, None),
+    ]
+    outputs = stop_case([9, 7], max_tokens=9, sampling={"stop_token_ids": (7,)})
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, 7)
+
+
+def test_ignored_end_of_sequence_still_stops_as_a_stop_id() -> None:
+    outputs = stop_case([2, 2, 2], max_tokens=3, eos_token_ids=(2,), sampling={"ignore_eos": True})
+    assert finish_reasons(outputs) == [FinishReason.LENGTH]
+    outputs = stop_case([2], eos_token_ids=(2,), sampling={"ignore_eos": True, "stop_token_ids": (2,)})
+    assert outputs[0].stop_reason == 2
+
+
+def test_stops_count_only_after_min_tokens() -> None:
+    outputs = stop_case([2, 7, 2], max_tokens=9, eos_token_ids=(2,), sampling={"min_tokens": 2, "stop_token_ids": (7,)})
+    assert len(outputs) == 3
+    assert finish_reasons(outputs) == [FinishReason.STOP]
+
+
+def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
+    outputs = stop_case([9, 2], max_tokens=2, eos_token_ids=(2,))
+    assert finish_reasons(outputs) == [FinishReason.STOP]
+
+
+def test_more_stop_ids_than_the_array_holds() -> None:
+    outputs = stop_case([9, 9, 39], max_tokens=9, sampling={"stop_token_ids": tuple(range(20, 40))})
+    assert (len(outputs), outputs[-1].stop_reason) == (3, 39)
+
+
+def test_length_limits() -> None:
+    """max_tokens, the context length, and what the pool holds for one sequence."""
+    assert len(stop_case([9, 9, 9], max_tokens=3)) == 3
+    for fields, count in (({"max_model_len": 8}, 6), ({"num_blocks": 3}, 7)):
+        loop = make_loop(**fields)
+        loop.scheduler.add(request("r", [4, 5], max_tokens=None))
+        loop.run()
+        assert loop.tokens("r") == expected([4, 5], count)
+        assert finish_reasons(loop.outputs["r"]) == [FinishReason.LENGTH]
+
+
+def test_the_first_output_carries_what_is_said_once() -> None:
+    scheduler = make_scheduler(clock=lambda: 123.0)
+    scheduler.add(request("r", PROMPT, max_tokens=3))
+    outputs = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        outputs.extend(scheduler.update(step, answer(step)))
+    assert [o.first_scheduled_time for o in outputs] == [123.0, None, None]
+
+
+# Ending from outside
+
+
+def test_finishing_frees_blocks_and_reports_the_slot_once() -> None:
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT, max_tokens=50))
+    loop.scheduler.add(request("w", PROMPT, max_tokens=50))
+    loop.scheduler.set_pause(PauseMode.NONE)
+    loop.step()
+    ended = loop.scheduler.finish(["a", "a", "nobody", "w"], FinishReason.ABORT)
+    assert [(o.request_id, o.finish_reason) for o in ended] == [("a", FinishReason.ABORT), ("w", FinishReason.ABORT)]
+    assert loop.scheduler.finish(["a"], FinishReason.ABORT) == []
+    assert loop.scheduler.has_work()
+    assert sorted(loop.step().finished_slots.tolist()) == [0, 1]
+    assert not loop.scheduler.has_work()
+    assert loop.scheduler.schedule().finished_slots.tolist() == []
+    assert loop.scheduler.stats().num_free_blocks == 63
+
+
+def test_a_waiting_request_can_be_ended_without_a_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT))
+    scheduler.finish(["a"], FinishReason.ABORT)
+    assert not scheduler.has_work()
+    scheduler.check_integrity()
+
+
+def test_blocks_written_by_a_step_under_way_are_freed_when_it_is_updated() -> None:
+    """R3.86, R3.87, P3.4: nobody gets them before."""
+    scheduler = make_scheduler(num_blocks=5)
+    scheduler.add(request("a", range(3, 15)))
+    step = scheduler.schedule()
+    assert len(scheduler.finish(["a"], FinishReason.ABORT)) == 1
+    assert scheduler.stats().num_free_blocks == 1
+    with pytest.raises(ValueError, match="still holds blocks"):
+        scheduler.add(request("a", [4]))
+    assert scheduler.update(step, answer(step)) == []
+    assert scheduler.stats().num_free_blocks == 4
+    scheduler.check_integrity()
+
+
+def test_a_late_result_does_not_reach_the_next_owner_of_the_slot() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(request("a", [4, 5]))
+    late = scheduler.schedule()
+    scheduler.finish(["a"], FinishReason.ABORT)
+    scheduler.update(late, answer(late))
+    scheduler.add(request("b", [4, 5]))
+    step = scheduler.schedule()
+    assert (step.slots.tolist(), step.generations.tolist()) == ([0], [2])
+    assert step.finished_slots.tolist() == [0]
+
+
+def test_a_deadline_ends_running_and_waiting_requests() -> None:
+    now = [100.0]
+    loop = make_loop(max_num_seqs=1, clock=lambda: now[0])
+    loop.scheduler.add(request("runs", PROMPT, max_tokens=50, deadline=105.0))
+    loop.scheduler.add(request("waits", PROMPT, max_tokens=50, deadline=105.0))
+    loop.scheduler.add(request("stays", PROMPT, max_tokens=2, deadline=500.0))
+    loop.step()
+    now[0] = 105.0
+    loop.step()
+    for name in ("runs", "waits"):
+        (end,) = loop.ends(name)
+        assert end.finish_reason is FinishReason.ABORT
+        assert end.error == "the deadline of the request has passed"
+    loop.run()
+    assert loop.tokens("stays") == expected(PROMPT, 2)
+
+
+def test_a_deadline_is_kept_while_everything_is_paused() -> None:
+    now = [0.0]
+    scheduler = make_scheduler(clock=lambda: now[0])
+    scheduler.add(request("a", PROMPT, deadline=1.0))
+    scheduler.set_pause(PauseMode.ALL)
+    assert not scheduler.has_work()
+    now[0] = 2.0
+    assert scheduler.has_work()
+    assert scheduler.schedule().is_empty
+    assert finish_reasons(scheduler.take_outputs()) == [FinishReason.ABORT]
+    assert scheduler.take_outputs() == []
+    assert not scheduler.has_work()
+
+
+# Failures
+
+
+def test_a_failed_row_ends_alone_and_its_blocks_are_never_shared() -> None:
+    scheduler = make_scheduler()
+    for name in ("bad", "good"):
+        scheduler.add(request(name, [*PROMPT, ord(name[0])], max_tokens=2))
+    step = scheduler.schedule()
+    output = answer(step)
+    failed = answer(
+        step,
+        [50],
+        failures=(RowFailure(0, 1, "not a number"), RowFailure(0, 9, "stale"), RowFailure(77, 1, "no such slot")),
+    )
+    failed = type(output)(
+        **{
+            name: getattr(failed, name) for name in failed.__struct_fields__ if name not in ("num_sampled", "token_ids")
+        },
+        num_sampled=np.asarray([0, 1], dtype=np.int32),
+        token_ids=np.asarray([50], dtype=np.int32),
+    )
+    outputs = {o.request_id: o for o in scheduler.update(step, failed)}
+    assert (outputs["bad"].finish_reason, outputs["bad"].error) == (FinishReason.ERROR, "not a number")
+    assert outputs["good"].new_token_ids == [50]
+    scheduler.check_integrity()
+    scheduler.add(request("again", [*PROMPT, 5]))
+    step = scheduler.schedule()
+    assert step.num_computed_tokens.tolist()[-1] == 0
+
+
+def test_outputs_that_do_not_fit_the_step_are_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT))
+    step = scheduler.schedule()
+    good = answer(step)
+    fields = {name: getattr(good, name) for name in good.__struct_fields__}
+    for change, text in (
+        ({"step_id": 7}, "does not have the rows"),
+        ({"slots": np.asarray([1], dtype=np.int32)}, "does not have the rows"),
+        ({"num_sampled": np.zeros(1, dtype=np.int32), "token_ids": np.zeros(0, dtype=np.int32)}, "1 expected"),
+        ({"token_ids": np.asarray([1, 2], dtype=np.int32)}, "2 token ids for 1 samples"),
+        ({"token_ids": np.asarray([-1], dtype=np.int32)}, "-1 is negative"),
+    ):
+        fresh = make_scheduler()
+        fresh.add(request("a", PROMPT))
+        with pytest.raises(RuntimeError, match=text):
+            fresh.update(fresh.schedule(), type(good)(**{**fields, **change}))
+    scheduler.update(step, good)
+    with pytest.raises(RuntimeError, match="oldest step under way is none"):
+        scheduler.update(step, good)
+
+
+# Preemption
+
+
+def test_the_last_running_request_makes_room_and_comes_back_first() -> None:
+    """R3.48, R3.60, R3.78: outputs are kept, the slot is reported, nobody is admitted in that step."""
+    loop = make_loop(num_blocks=8, max_num_batched_tokens=64, prefix_caching=False)
+    for name, start in (("a", 3), ("b", 40)):
+        loop.scheduler.add(request(name, range(start, start + 11), max_tokens=8))
+    loop.scheduler.add(request("c", range(70, 75), max_tokens=2))
+    while not len(loop.step().preempted_slots):
+        pass
+    step = loop.steps[-1]
+    assert step.preempted_slots.tolist() == [1]
+    assert not step.new_rows
+    assert 1 not in step.slots.tolist()
+    assert loop.scheduler.stats().num_preemptions == 1
+    assert loop.scheduler.stats().num_waiting == 2
+    loop.run()
+    resumed = [row for s in loop.steps for row in s.new_rows if row.resumed]
+    assert [row.request_id for row in resumed] == ["b"]
+    assert resumed[0].num_prompt_tokens == 11
+    assert len(resumed[0].token_ids) > 11
+    for name, prompt in (("a", range(3, 14)), ("b", range(40, 51))):
+        assert loop.tokens(name) == expected(list(prompt), 8)
+    assert loop.tokens("c") == expected(list(range(70, 75)), 2)
+
+
+def test_the_request_that_needs_room_can_be_the_victim_itself() -> None:
+    """R3.50."""
+    loop = make_loop(num_blocks=7, max_num_batched_tokens=64, prefix_caching=False)
+    loop.scheduler.add(request("a", range(3, 14), max_tokens=9))
+    loop.scheduler.add(request("b", range(40, 51), max_tokens=3))
+    loop.run()
+    assert loop.scheduler.stats().num_preemptions >= 1
+    assert loop.tokens("a") == expected(list(range(3, 14)), 9)
+    assert loop.tokens("b") == expected(list(range(40, 51)), 3)
+
+
+def test_a_resumed_request_adopts_what_is_left_of_its_blocks() -> None:
+    """R3.66, R3.78: recompute is softened by prefix hits, and counts no second time in the statistics (R3.93)."""
+    loop = make_loop(num_blocks=8, max_num_batched_tokens=64)
+    for name, start in (("a", 3), ("b", 40)):
+        loop.scheduler.add(request(name, range(start, start + 11), max_tokens=8))
+    loop.run()
+    (resumed,) = [
+        int(s.num_computed_tokens[s.slots.tolist().index(row.slot)])
+        for s in loop.steps
+        for row in s.new_rows
+        if row.resumed
+    ]
+    assert resumed >= BLOCK
+    stats = loop.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (22, 0)
+    assert loop.outputs["b"][-1].num_cached_tokens == 0
+
+
+def test_a_victim_with_a_step_under_way_is_left_alone() -> None:
+    """R3.49, P3.3: the loop ends early instead of preempting or spinning."""
+    scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=64, prefix_caching=False)
+    for name in ("a", "b"):
+        scheduler.add(request(name, range(3, 15)))
+    first = scheduler.schedule()
+    scheduler._state.table.num_tokens[:2] += 1
+    step = scheduler.schedule()
+    assert step.num_rows == 0
+    assert scheduler.stats().num_preemptions == 0
+    assert first.num_rows == 2
+
+
+# Admission gates
+
+
+def test_the_watermark_holds_only_while_somebody_runs() -> None:
+    """R3.74."""
+    loop = make_loop(num_blocks=8, watermark=0.4, max_num_batched_tokens=64, prefix_caching=False)
+    loop.scheduler.add(request("a", range(3, 27)))
+    assert loop.step().num_rows == 1
+    loop.scheduler.finish(["a"], FinishReason.ABORT)
+    loop.scheduler.add(request("b", range(3, 15)))
+    loop.scheduler.add(request("c", [4, 5, 6]))
+    loop.scheduler.add(request("d", [4, 5, 6, 7, 8]))
+    assert [row.request_id for row in loop.step().new_rows] == ["b", "c"]
+
+
+def test_a_whole_sequence_can_be_required_to_fit() -> None:
+    """R3.73, P3.6."""
+    for must_fit, rows in ((False, 2), (True, 1)):
+        loop = make_loop(num_blocks=9, full_sequence_must_fit=must_fit, max_num_batched_tokens=20, prefix_caching=False)
+        loop.scheduler.add(request("a", range(3, 19)))
+        loop.scheduler.add(request("b", range(40, 60)))
+        assert loop.step().num_rows == rows
+        loop.run()
+        assert loop.tokens("b") == expected(list(range(40, 60)), 5)
+
+
+def test_nothing_is_preempted_for_those_who_wait() -> None:
+    """R3.67."""
+    loop = make_loop(num_blocks=6, max_num_batched_tokens=64, prefix_caching=False)
+    loop.scheduler.add(request("a", range(3, 17), max_tokens=3))
+    loop.step()
+    loop.scheduler.add(request("b", range(3, 17), max_tokens=3))
+    assert loop.step().num_rows == 1
+    loop.run()
+    assert loop.scheduler.stats().num_preemptions == 0
+
+
+# Prefix cache
+
+
+def test_later_requests_share_full_blocks_and_say_so() -> None:
+    """R3.91, R3.93."""
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT, max_tokens=1))
+    loop.run()
+    loop.scheduler.add(request("b", PROMPT, max_tokens=2))
+    step = loop.step()
+    assert step.num_computed_tokens.tolist() == [8]
+    loop.run()
+    assert loop.tokens("b") == expected(PROMPT, 2)
+    assert [o.num_cached_tokens for o in loop.outputs["b"]] == [8, 8]
+    stats = loop.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+
+
+def test_requests_of_one_step_share_what_the_first_computes() -> None:
+    loop = make_loop(max_num_batched_tokens=64)
+    prompts = {f"r{i}": [*PROMPT, 60 + i] for i in range(4)}
+    for name, prompt in prompts.items():
+        loop.scheduler.add(request(name, prompt))
+    assert loop.step().num_scheduled_tokens.tolist() == [11, 3, 3, 3]
+    loop.run()
+    for name, prompt in prompts.items():
+        assert loop.tokens(name) == expected(prompt, 5)
+
+
+def test_outputs_are_shared_too() -> None:
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT, max_tokens=8))
+    loop.run()
+    follow_up = [*PROMPT, *loop.tokens("a"), 5]
+    loop.scheduler.add(request("b", follow_up, max_tokens=1))
+    assert loop.step().num_computed_tokens.tolist() == [16]
+    assert loop.tokens("b") == expected(follow_up, 1)
+
+
+def test_salts_and_switched_off_caching_share_nothing() -> None:
+    for fields, salts in (({}, ("x", "y")), ({"prefix_caching": False}, (None, None))):
+        loop = make_loop(**fields)
+        for name, salt in zip("ab", salts, strict=True):
+            loop.scheduler.add(request(name, PROMPT, cache_salt=salt))
+            assert loop.step().num_computed_tokens.tolist()[-1] == 0
+
+
+def test_prompt_logprobs_compute_every_position() -> None:
+    """R1.11, R3.90."""
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT, max_tokens=1))
+    loop.run()
+    loop.scheduler.add(request("b", PROMPT, sampling={"prompt_logprobs": 0}))
+    assert loop.step().num_computed_tokens.tolist() == [0]
+
+
+def test_common_prefix_blocks_are_those_computed_by_all_rows() -> None:
+    """R3.97: not in the step in which the first row still computes them."""
+    loop = make_loop(max_num_batched_tokens=64)
+    for i in range(3):
+        loop.scheduler.add(request(f"r{i}", [*PROMPT, 60 + i]))
+    assert loop.step().num_common_prefix_blocks == (0,)
+    assert loop.step().num_common_prefix_blocks == (2,)
+    loop.scheduler.finish(["r1", "r2"], FinishReason.ABORT)
+    assert loop.step().num_common_prefix_blocks == (0,)
+
+
+def test_the_prefix_cache_is_reset_only_when_idle() -> None:
+    """R3.22."""
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT))
+    loop.step()
+    assert not loop.scheduler.reset_prefix_cache()
+    loop.run()
+    assert loop.scheduler.reset_prefix_cache()
+    loop.scheduler.add(request("b", PROMPT))
+    assert loop.step().num_computed_tokens.tolist() == [0]
+
+
+# Pausing
+
+
+def test_pausing_new_requests_lets_running_and_preempted_ones_finish() -> None:
+    """R3.33."""
+    loop = make_loop(num_blocks=8, max_num_batched_tokens=64, prefix_caching=False)
+    for name, start in (("a", 3), ("b", 40)):
+        loop.scheduler.add(request(name, range(start, start + 11), max_tokens=8))
+    loop.step()
+    loop.scheduler.set_pause(PauseMode.NEW)
+    loop.scheduler.add(request("c", [4, 5]))
+    loop.run()
+    assert loop.scheduler.stats().num_preemptions == 1
+    assert (len(loop.tokens("a")), len(loop.tokens("b"))) == (8, 8)
+    assert list(loop.scheduler.live_request_ids()) == ["c"]
+    loop.scheduler.set_pause(PauseMode.NONE)
+    loop.run()
+    assert loop.tokens("c") == expected([4, 5], 5)
+
+
+def test_pausing_everything_schedules_nothing() -> None:
+    loop = make_loop()
+    loop.scheduler.add(request("a", PROMPT))
+    loop.step()
+    loop.scheduler.set_pause(PauseMode.ALL)
+    assert not loop.scheduler.has_work()
+    assert loop.step().is_empty
+    loop.scheduler.set_pause(PauseMode.NONE)
+    loop.run()
+    assert loop.tokens("a") == expected(PROMPT, 5)
+
+
+# Log-probabilities
+
+
+def test_logprobs_reach_the_rows_that_asked() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("with", [4, 5], max_tokens=2, sampling={"logprobs": 1}))
+    scheduler.add(request("without", [6, 5], max_tokens=2))
+    for _ in range(2):
+        step = scheduler.schedule()
+        arrays = LogprobArrays(
+            rows=np.asarray([0], dtype=np.int32),
+            token_ids=np.asarray([[50, 8, -1]], dtype=np.int32),
+            logprobs=np.asarray([[-0.5, -1.5, 0.0]], dtype=np.float32),
+            ranks=np.asarray([2], dtype=np.int32),
+        )
+        outputs = {o.request_id: o for o in scheduler.update(step, answer(step, logprobs=arrays))}
+        assert outputs["without"].logprobs is None
+        found = outputs["with"].logprobs
+        assert found is not None
+        assert [(e.token_ids, e.logprobs, e.rank) for e in found] == [([50, 8], [-0.5, -1.5], 2)]
+
+
+def test_prompt_logprobs_of_all_chunks_come_with_the_first_output() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(request("a", [4, 5, 6, 7, 8, 9], sampling={"prompt_logprobs": 0}))
+    outputs = []
+    for count, first in ((4, 5), (2, 9)):
+        step = scheduler.schedule()
+        assert step.num_tokens == count
+        arrays = LogprobArrays(
+            rows=np.zeros(count, dtype=np.int32),
+            token_ids=np.arange(first, first + count, dtype=np.int32)[:, None],
+            logprobs=np.full((count, 1), -1.0, dtype=np.float32),
+            ranks=np.ones(count, dtype=np.int32),
+        )
+        outputs.extend(scheduler.update(step, answer(step, prompt_logprobs=arrays)))
+    (output,) = outputs
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [e.token_ids[0] for e in output.prompt_logprobs if e is not None] == [5, 6, 7, 8, 9]
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_inflight_steps": 2}, "max_inflight_steps is 2"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_num_active_seqs": 5}, "max_num_active_seqs is 5; allowed: 1 to max_num_seqs"),
+        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"watermark": -0.1}, "watermark is -0.1"),
+        ({"long_prefill_threshold": -1}, "long_prefill_threshold is -1"),
+        ({"chunked_prefill": False}, "max_num_batched_tokens"),
+        ({"num_blocks": 1}, "--num-kv-blocks"),
+    ],
+)
+def test_impossible_limits_are_refused_with_the_setting_to_change(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_scheduler(**changes)
+
+
+def test_an_unknown_hash_is_refused() -> None:
+    context = SchedulerContext(
+        name="fcfs",
+        api_version=1,
+        roles=frozenset({ProcessRole.ENGINE}),
+        limits=limits(),
+        kv_cache=kv_config(9),
+        hash_algorithm="md5",
+    )
+    with pytest.raises(PluginNotFoundError, match="'md5'"):
+        create(context, NoOptions())
+
+
+def test_a_model_without_kv_is_scheduled_too() -> None:
+    scheduler = make_scheduler(kv_cache=type(kv_config(1))(num_blocks=1, groups=(), tensors=()))
+    scheduler.add(request("a", PROMPT, max_tokens=2))
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step.new_blocks == ()
+        outputs = scheduler.update(step, answer(step))
+        scheduler.check_integrity()
+    assert finish_reasons(outputs) == [FinishReason.LENGTH]
+
+
+def test_two_groups_send_their_own_block_lists() -> None:
+    """R3.15, P3.12."""
+    scheduler = make_scheduler(kv_cache=kv_config(64, 4, 8))
+    scheduler.add(request("a", range(3, 14), max_tokens=12))
+    step = scheduler.schedule()
+    tables = [ids.tolist() for ids in step.new_rows[0].block_ids]
+    assert [len(table) for table in tables] == [3, 2]
+    outputs = scheduler.update(step, answer(step))
+    while not outputs[-1].finish_reason:
+        step = scheduler.schedule()
+        for table, update in zip(tables, step.new_blocks, strict=True):
+            assert int(update.counts.sum()) == len(update.ids)
+            table.extend(update.ids.tolist())
+        outputs = scheduler.update(step, answer(step))
+        scheduler.check_integrity()
+    assert [len(table) for table in tables] == [6, 3]
+    assert len({*tables[0], *tables[1]}) == 9

@@ -1,0 +1,334 @@
+"""Block hashes (spec 11 sections 1-3, spec 01 R1.8-R1.10)."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.errors import ConfigError, PluginNotFoundError
+from hardpoint.interfaces import (
+    AdapterRef,
+    BlockHash,
+    EngineRequest,
+    Feature,
+    HashContext,
+    HashFunction,
+    NoOptions,
+    group_key,
+)
+from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint_scheduling.kv_cache.extra_keys import extra_keys
+from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
+from hardpoint_scheduling.kv_cache.hashing import (
+    ChainedHasher,
+    Sha256,
+    canonical_token_bytes,
+    create_sha256,
+    environment_seed,
+    load_hash_function,
+    root_hash,
+)
+from hardpoint_scheduling.schedulers.request import LiveRequest
+from sched_support import request
+
+ROOT = BlockHash(bytes(32))
+
+
+class WeakHash:
+    """Declares nothing about cryptography."""
+
+    name = "weak"
+
+    def __call__(self, parent: BlockHash, token_bytes: bytes, extra_keys: bytes) -> BlockHash:
+        return Sha256()(parent, token_bytes, extra_keys)
+
+
+def hashes_of(record: EngineRequest, block_size: int = 4, function: HashFunction | None = None) -> list[BlockHash]:
+    found: list[BlockHash] = []
+    hasher = ChainedHasher(function or Sha256(), block_size, ROOT)
+    hasher.extend(record, record.prompt_token_ids.tolist(), found)
+    return found
+
+
+def picture(content: str, offset: int, length: int = 3) -> Feature:
+    return Feature(modality="image", content_hash=content, offset=offset, length=length)
+
+
+def test_only_complete_blocks_are_hashed() -> None:
+    """R11.5, R11.13, R11.14."""
+    for length, count in ((15, 0), (128, 8), (129, 8), (143, 8), (144, 9)):
+        assert len(hashes_of(request("r", range(3, 3 + length)), 16)) == count
+
+
+def test_hashes_are_chained() -> None:
+    """R11.3, R11.4, P11.1: an equal block after another prefix has another hash."""
+    first = hashes_of(request("a", [1, 2, 3, 4, 9, 9, 9, 9]))
+    second = hashes_of(request("b", [5, 6, 7, 8, 9, 9, 9, 9]))
+    assert first[1] != second[1]
+    assert first[0] == Sha256()(ROOT, np.asarray([1, 2, 3, 4], dtype="<i4").tobytes(), b"")
+    assert first[1] == Sha256()(first[0], np.asarray([9, 9, 9, 9], dtype="<i4").tobytes(), b"")
+
+
+def test_the_seed_of_the_first_block_matters() -> None:
+    record = request("a", [1, 2, 3, 4])
+    other: list[BlockHash] = []
+    ChainedHasher(Sha256(), 4, BlockHash(b"\1" * 32)).extend(record, [1, 2, 3, 4], other)
+    assert other != hashes_of(record)
+
+
+@pytest.mark.parametrize("group", [0, 1, 255, 256, 2**32 - 1])
+def test_the_index_key_ends_with_the_group(group: int) -> None:
+    """R11.2, I11.4."""
+    block_hash = BlockHash(bytes(range(32)))
+    joined = group_key(block_hash, group)
+    assert joined[:-4] == block_hash
+    assert int.from_bytes(joined[-4:], "big") == group
+
+
+def test_extra_keys_are_absent_for_a_plain_request() -> None:
+    """R11.16."""
+    assert extra_keys(request("a", [1] * 8), 0, 4) == b""
+
+
+def test_extra_keys_come_in_their_fixed_order() -> None:
+    """R11.16, R1.9."""
+    record = request(
+        "a",
+        [1] * 8,
+        adapter=AdapterRef("lora", 1, "/x"),
+        features=(picture("img", 1),),
+        cache_salt="tenant",
+        prompt_embeds=np.zeros((8, 2), dtype=np.float32),
+    )
+    keys = extra_keys(record, 0, 4)
+    places = [keys.index(part) for part in (b"lora", b"img", b"tenant", b"E\x00\x00\x00\x20")]
+    assert places == sorted(places)
+
+
+def test_the_adapter_is_part_of_every_block() -> None:
+    """R11.20, P11.14."""
+    plain = hashes_of(request("a", [1] * 8))
+    adapted = hashes_of(request("a", [1] * 8, adapter=AdapterRef("one", 1, "/x")))
+    other = hashes_of(request("a", [1] * 8, adapter=AdapterRef("two", 1, "/x")))
+    assert len({*plain, *adapted, *other}) == 6
+    assert extra_keys(request("a", [1] * 8, adapter=AdapterRef("one", 1, "/x")), 4, 8)
+
+
+def test_the_salt_enters_the_first_block_only_and_isolates_all_later_ones() -> None:
+    """R11.18, P11.6."""
+    salted = request("a", [1] * 12, cache_salt="x")
+    assert extra_keys(salted, 0, 4)
+    assert extra_keys(salted, 4, 8) == b""
+    assert not set(hashes_of(salted)) & set(hashes_of(request("a", [1] * 12)))
+    assert not set(hashes_of(salted)) & set(hashes_of(request("a", [1] * 12, cache_salt="y")))
+
+
+def test_a_medium_counts_with_its_content_and_its_place_in_the_block() -> None:
+    """R11.17, P11.4."""
+
+    def keys(*features: Feature) -> list[BlockHash]:
+        return hashes_of(request("a", [7] * 12, features=features))
+
+    assert keys(picture("x", 1)) == keys(picture("x", 1))
+    assert keys(picture("x", 1))[0] != keys(picture("y", 1))[0]
+    assert keys(picture("x", 0))[0] != keys(picture("x", 1))[0]
+    spanning = request("a", [7] * 12, features=(picture("x", 2, 5),))
+    assert (-2).to_bytes(8, "big", signed=True) in extra_keys(spanning, 4, 8)
+    assert extra_keys(spanning, 8, 12) == b""
+
+
+def test_the_item_is_found_again_when_hashing_goes_on_inside_or_after_it() -> None:
+    """R11.15, P11.5: any point of interruption gives the same hashes."""
+    features = (picture("a", 1, 2), picture("b", 5, 6), picture("c", 14, 3))
+    record = request("r", list(range(24)), features=features)
+    whole = hashes_of(record)
+    for stop in range(25):
+        parts: list[BlockHash] = []
+        hasher = ChainedHasher(Sha256(), 4, ROOT)
+        hasher.extend(record, record.prompt_token_ids[:stop], parts)
+        hasher.extend(record, record.prompt_token_ids, parts)
+        assert parts == whole
+
+
+def test_embeddings_count_by_the_rows_of_the_block() -> None:
+    """R11.19: outputs behind the prompt have no embeddings."""
+    embeds = np.arange(24, dtype=np.float32).reshape(8, 3)
+    changed = embeds.copy()
+    changed[6, 0] = 99
+    one = hashes_of(request("a", [0] * 8, prompt_embeds=embeds))
+    two = hashes_of(request("a", [0] * 8, prompt_embeds=changed))
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+    assert extra_keys(request("a", [0] * 8, prompt_embeds=embeds), 8, 12) == b""
+    transposed = embeds.reshape(4, 6)
+    assert extra_keys(request("a", [0] * 4, prompt_embeds=transposed), 0, 4) != extra_keys(
+        request("a", [0] * 8, prompt_embeds=embeds), 0, 8
+    )
+
+
+def test_token_bytes_are_equal_whatever_the_container() -> None:
+    """R11.6."""
+    values = [1, 2, 300, 70000]
+    wanted = b"".join(v.to_bytes(4, "little") for v in values)
+    for container in (values, array("i", values), np.asarray(values), np.asarray(values, dtype=">i4")):
+        assert canonical_token_bytes(container, 0, 4) == wanted
+    assert canonical_token_bytes(array("i", values), 1, 2) == wanted[4:8]
+
+
+def test_known_value_does_not_drift() -> None:
+    """R11.6, R11.8: equal across processes, machines and versions, so the value is written down here."""
+    root = root_hash(Sha256(), None)
+    found: list[BlockHash] = []
+    ChainedHasher(Sha256(), 4, root).extend(request("a", [1, 2, 3, 4], cache_salt="s"), [1, 2, 3, 4], found)
+    assert found[0].hex() == "a66431a58009f6fdf58897bb2f2b5d34832897e863de3d7b5ca2b2ce894c6b9a"
+
+
+def test_the_seed_is_the_operators_if_given() -> None:
+    """R11.7: for every algorithm."""
+    for function in (Sha256(), WeakHash()):
+        assert root_hash(function, "1") == root_hash(function, "1")  # type: ignore[arg-type]
+        assert root_hash(function, "1") != root_hash(function, "2")  # type: ignore[arg-type]
+
+
+def test_a_cryptographic_hash_has_a_fixed_seed() -> None:
+    """R11.8."""
+    assert root_hash(Sha256(), None) == root_hash(Sha256(), None)
+    assert len(root_hash(Sha256(), None)) == 32
+
+
+def test_an_undeclared_hash_gets_a_random_seed_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """R11.9, R11.10, R11.12, P11.2, P11.3."""
+    with caplog.at_level(logging.WARNING):
+        first = root_hash(WeakHash(), None)  # type: ignore[arg-type]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be shared" in caplog.text
+    assert root_hash(WeakHash(), None) != first  # type: ignore[arg-type]
+    caplog.clear()
+    root_hash(WeakHash(), "7")  # type: ignore[arg-type]
+    assert not caplog.records
+
+
+def test_pythons_own_random_setting_is_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seed in (("random", None), ("", None), ("0", "0"), ("42", "42")):
+        monkeypatch.setenv("PYTHONHASHSEED", text)
+        assert environment_seed() == seed
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert environment_seed() is None
+
+
+_PRINT_HASH = """
+from hardpoint_scheduling.kv_cache.hashing import *
+from hardpoint.interfaces import EngineRequest, SamplingParams
+import numpy as np
+ids = np.arange(8, dtype=np.int32)
+record = EngineRequest(request_id="r", prompt_token_ids=ids, sampling=SamplingParams())
+found = []
+ChainedHasher(Sha256(), 4, root_hash(Sha256(), environment_seed())).extend(record, ids, found)
+print(found[-1].hex())
+"""
+
+
+def test_two_processes_agree_exactly_when_their_seeds_do() -> None:
+    """I11.5."""
+
+    def run(**environment: str) -> str:
+        base = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+        return subprocess.run(
+            [sys.executable, "-c", _PRINT_HASH], env={**base, **environment}, capture_output=True, text=True, check=True
+        ).stdout
+
+    unset, again, seeded = run(), run(PYTHONHASHSEED="random"), run(PYTHONHASHSEED="5")
+    assert unset == again
+    assert seeded not in ("", unset)
+
+
+def test_the_plugin_factory_and_the_way_without_plugins() -> None:
+    context = HashContext(name="sha256", api_version=1, roles=frozenset({ProcessRole.ENGINE}))
+    made = create_sha256(context, NoOptions())
+    assert (made.name, made.cryptographic) == ("sha256", True)
+    assert isinstance(load_hash_function(None, "sha256"), Sha256)
+    with pytest.raises(PluginNotFoundError, match="'xxhash'"):
+        load_hash_function(None, "xxhash")
+
+
+def test_larger_group_blocks_use_every_scale_th_hash() -> None:
+    """R11.21, R11.22: lazily, and later hashes show."""
+    hashes = [BlockHash(bytes([i])) for i in range(5)]
+    view = ScaledHashes(hashes, 2)
+    assert list(view) == [hashes[1], hashes[3]]
+    assert view[-1] == hashes[3]
+    assert view[0:1] == [hashes[1]]
+    with pytest.raises(IndexError):
+        view[2]
+    hashes.append(BlockHash(b"x"))
+    assert list(view)[-1] == b"x"
+
+
+def test_block_sizes_that_do_not_divide_are_refused() -> None:
+    """R11.23, R11.24."""
+    assert hash_block_size([16]) == 16
+    assert hash_block_size([16, 24]) == 8
+    assert group_scale(32, 16) == 2
+    with pytest.raises(ConfigError, match="--block-size"):
+        group_scale(24, 16)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
+def test_equal_hashes_mean_equal_prefixes(first: list[int], second: list[int]) -> None:
+    """I11.1, I1.2."""
+    one, two = hashes_of(request("a", first)), hashes_of(request("b", second))
+    assert len(one) == len(first) // 4
+    for i, (left, right) in enumerate(zip(one, two, strict=False)):
+        assert (left == right) == (first[: 4 * (i + 1)] == second[: 4 * (i + 1)])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.lists(st.integers(0, 40), max_size=6))
+def test_hashing_in_pieces_equals_hashing_at_once(tokens: list[int], stops: list[int]) -> None:
+    """I11.2: and existing hashes never change."""
+    record = request("a", tokens, cache_salt="s")
+    parts: list[BlockHash] = []
+    hasher = ChainedHasher(Sha256(), 4, ROOT)
+    for stop in [*sorted(stops), len(tokens)]:
+        before = list(parts)
+        hasher.extend(record, tokens[:stop], parts)
+        assert parts[: len(before)] == before
+    assert parts == hashes_of(record)
+
+
+@given(st.lists(st.integers(0, 2), max_size=24), st.lists(st.integers(0, 2), max_size=24))
+def test_a_scaled_view_identifies_the_same_prefixes_as_direct_hashing(first: list[int], second: list[int]) -> None:
+    """I11.3."""
+    views = [ScaledHashes(hashes_of(request("a", tokens), 2), 2) for tokens in (first, second)]
+    direct = [hashes_of(request("a", tokens), 4) for tokens in (first, second)]
+    assert [len(view) for view in views] == [len(hashes) for hashes in direct]
+    for i in range(min(len(views[0]), len(views[1]))):
+        assert (views[0][i] == views[1][i]) == (direct[0][i] == direct[1][i])
+
+
+def test_a_request_is_freed_without_the_cyclic_collector() -> None:
+    """R1.10."""
+
+    class Watched(LiveRequest):
+        __slots__ = ("__weakref__",)
+
+    record = request("a", list(range(8)))
+    live = Watched(record, 20)
+    ChainedHasher(Sha256(), 4, ROOT).extend(record, live.tokens, live.block_hashes)
+    seen = weakref.ref(live)
+    gc.disable()
+    try:
+        del live
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,234 @@
+"""The scheduler as a state machine over the fake worker, whose tokens are a function of the KV it reads (I3.4-I3.8)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hardpoint.interfaces import EngineOutput, FinishReason, PauseMode, RunnerOutput, SchedulerOutput
+from hardpoint.testing import FakeWorker
+from hardpoint_scheduling.schedulers.integrity import check_state
+from sched_support import BLOCK, expected, kv_config, make_loop, make_scheduler, request
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(3, 24),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.integers(1, 24),
+        "prefix_caching": st.booleans(),
+        "full_sequence_must_fit": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.2]),
+        "long_prefill_threshold": st.sampled_from([0, 3]),
+        "max_model_len": st.just(64),
+    }
+)
+# Few families with common prefixes, so that requests share, diverge inside a block and evict one another.
+PROMPTS = st.builds(
+    lambda family, length, tail: [3 + (family * 31 + i) % 90 for i in range(length)] + tail,
+    st.integers(0, 1),
+    st.integers(0, 24),
+    st.lists(st.integers(3, 6), min_size=1, max_size=3),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random adds, aborts, pauses, resets and steps; a step may stay under way while others things happen."""
+
+    @initialize(config=CONFIGS)
+    def start(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.scheduler = make_scheduler(**config)
+        self.worker = FakeWorker(block_size=BLOCK)
+        self.worker.initialize_kv_cache(kv_config(config["num_blocks"]))
+        self.under_way: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
+        self.prompts: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineOutput] = {}
+
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 10))
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        name = f"r{len(self.prompts)}"
+        self.prompts[name], self.tokens[name] = prompt, []
+        refused = self.scheduler.add(request(name, prompt, max_tokens))
+        capacity = (self.config["num_blocks"] - 1) * BLOCK
+        assert (refused is not None) == (len(prompt) > min(capacity, 63))
+        if refused is not None:
+            self.collect([refused])
+
+    @precondition(lambda self: self.under_way)
+    @rule()
+    def update(self) -> None:
+        step, output = self.under_way.popleft()
+        self.collect(self.scheduler.update(step, output))
+
+    @precondition(lambda self: not self.under_way)
+    @rule()
+    def schedule(self) -> None:
+        step = self.scheduler.schedule()
+        self.check_step(step)
+        output = self.worker.execute(step)
+        assert isinstance(output, RunnerOutput)
+        self.under_way.append((step, output))
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.prompts)), min_size=1, max_size=3))
+        live = set(self.scheduler.live_request_ids())
+        ended = self.scheduler.finish(names, FinishReason.ABORT)
+        assert {output.request_id for output in ended} == set(names) & live
+        self.collect(ended)
+
+    @rule(mode=st.sampled_from([PauseMode.NONE, PauseMode.NONE, *PauseMode]))
+    def pause(self, mode: PauseMode) -> None:
+        self.scheduler.set_pause(mode)
+
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        self.scheduler.check_integrity()
+        assert set(self.scheduler.live_request_ids()) == set(self.prompts) - set(self.ends)
+
+    @invariant()
+    def shared_blocks_hold_the_same_prefix(self) -> None:
+        """I3.2."""
+        owners: dict[int, list[int]] = {}
+        for live in self.scheduler._state.running.requests:
+            for position, block in enumerate(self.scheduler._state.kv.block_ids(live.request_id)[0]):
+                prefix = list(live.token_ids[: (position + 1) * BLOCK])
+                assert owners.setdefault(block, prefix) == prefix
+
+    def check_step(self, step: SchedulerOutput) -> None:
+        """I3.4."""
+        assert step.num_tokens <= self.config["max_num_batched_tokens"]
+        assert step.num_rows <= self.config["max_num_seqs"]
+        if step.num_rows:
+            assert int(step.num_scheduled_tokens.min()) > 0
+
+    def collect(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "an output after the terminal one"
+            self.tokens[output.request_id].extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.set_pause(PauseMode.NONE)
+        while self.under_way:
+            self.update()
+        for _ in range(5_000):
+            if not self.scheduler.has_work():
+                break
+            self.schedule()
+            self.update()
+        assert set(self.ends) == set(self.prompts), "a request never ended"
+        for name, prompt in self.prompts.items():
+            assert self.tokens[name] == expected(prompt, len(self.tokens[name]))
+        stats = self.scheduler.stats()
+        assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (stats.num_total_blocks, 0, 0)
+        assert not self.worker.slots
+        assert self.scheduler.reset_prefix_cache()
+        self.scheduler.check_integrity()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    CONFIGS,
+    st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_tokens_do_not_depend_on_budgets_caching_or_neighbors(
+    config: dict[str, Any], shapes: list[tuple[list[int], int, int]], chunked: bool
+) -> None:
+    """I3.8: any chunking, pool size, sharing and order of arrival give the tokens a request has alone."""
+    if not chunked:
+        config = {**config, "chunked_prefill": False, "max_num_batched_tokens": 64}
+    loop = make_loop(**config)
+    capacity = min(64, (config["num_blocks"] - 1) * BLOCK + 1)
+    wanted = {}
+    for i, (prompt, count, delay) in enumerate(shapes):
+        for _ in range(delay):
+            loop.step()
+        if loop.scheduler.add(request(f"r{i}", prompt, count)) is None:
+            wanted[f"r{i}"] = expected(prompt, min(count, capacity - len(prompt)))
+    loop.run()
+    assert {name: loop.tokens(name) for name in wanted} == wanted
+    assert all(len(loop.ends(name)) == 1 for name in wanted)
+    assert loop.scheduler.stats().num_free_blocks == config["num_blocks"] - 1
+
+
+def test_forced_preemption_in_every_step_changes_no_token() -> None:
+    """I3.8, R3.78."""
+    for caching in (True, False):
+        loop = make_loop(num_blocks=40, prefix_caching=caching, max_num_batched_tokens=64)
+        prompts = {f"r{i}": [*range(3, 3 + 3 * i), 60 + i] for i in range(4)}
+        for name, prompt in prompts.items():
+            loop.scheduler.add(request(name, prompt, max_tokens=6))
+        for _ in range(300):
+            loop.step()
+            running = loop.scheduler._state.running.requests
+            if len(running) > 1:
+                loop.scheduler._lifecycle.preempt(running[-1])
+                loop.scheduler.check_integrity()
+        assert not loop.scheduler.has_work()
+        assert loop.scheduler.stats().num_preemptions > 4
+        for name, prompt in prompts.items():
+            assert loop.tokens(name) == expected(prompt, 6)
+
+
+def test_a_thousand_requests_leave_nothing_behind() -> None:
+    loop = make_loop(num_blocks=30, max_num_seqs=8, max_num_batched_tokens=32)
+    for i in range(1_000):
+        loop.scheduler.add(request(f"r{i}", [*range(3, 3 + i % 11), 3 + i % 7], max_tokens=1 + i % 5))
+    loop.run(most=20_000)
+    assert all(len(loop.ends(f"r{i}")) == 1 for i in range(1_000))
+    assert loop.scheduler.stats().num_free_blocks == 29
+    assert not loop.worker.slots
+
+
+def test_integrity_finds_what_is_broken() -> None:
+    def broken() -> Any:
+        loop = make_loop()
+        loop.scheduler.add(request("a", range(3, 13)))
+        loop.scheduler.add(request("w", range(3, 13)))
+        loop.step()
+        return loop.scheduler._state
+
+    state = broken()
+    state.table.num_tokens[0] += 1
+    with pytest.raises(RuntimeError, match="tokens counted"):
+        check_state(state)
+    state = broken()
+    state.table.capacity[0] += 4
+    with pytest.raises(RuntimeError, match="does not match its blocks"):
+        check_state(state)
+    state = broken()
+    del state.live["a"]
+    with pytest.raises(RuntimeError, match="differ"):
+        check_state(state)
+    state = broken()
+    state.kv.free("a")
+    with pytest.raises(RuntimeError, match="capacity|held"):
+        check_state(state)
+    state = broken()
+    state.kv.pool.allocate(1)
+    with pytest.raises(RuntimeError, match="1 references, but 0 tables"):
+        check_state(state)
+    state = broken()
+    state.fences.defer("w")
+    with pytest.raises(RuntimeError, match="held by|wait for a step"):
+        check_state(state)

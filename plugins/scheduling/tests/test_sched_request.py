@@ -1,0 +1,136 @@
+"""Request record, slots, queues and fences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardpoint.interfaces import FinishReason
+from hardpoint_scheduling.schedulers.fences import Fences
+from hardpoint_scheduling.schedulers.queues import RunningList, WaitQueue
+from hardpoint_scheduling.schedulers.request import FINAL_STATUS, LiveRequest, RequestStatus
+from hardpoint_scheduling.schedulers.slots import SlotTable
+from sched_support import request
+
+
+def live(name: str = "r", prompt: tuple[int, ...] = (4, 5, 6), **fields: Any) -> LiveRequest:
+    return LiveRequest(request(name, prompt, **fields), 20)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.lists(st.integers(0, 2**31 - 1)))
+def test_outputs_and_all_tokens_never_disagree(prompt: list[int], outputs: list[int]) -> None:
+    """R1.2, R1.4, I1.1."""
+    made = live(prompt=tuple(prompt))
+    everything, tail = made.token_ids, made.output_token_ids
+    for token in outputs:
+        made.append(token)
+    assert list(everything) == prompt + outputs
+    assert list(tail) == outputs
+    assert (made.num_tokens, made.num_prompt_tokens, made.num_output_tokens) == (
+        len(prompt) + len(outputs),
+        len(prompt),
+        len(outputs),
+    )
+    assert made.copy_tokens().tolist() == prompt + outputs
+
+
+def test_the_same_record_gives_the_same_initial_state() -> None:
+    """R1.1."""
+    record = request("r", [4, 5, 6])
+    one, two = LiveRequest(record, 20), LiveRequest(record, 20)
+    for name in LiveRequest.__slots__:
+        if name not in ("append",):
+            assert getattr(one, name) == getattr(two, name)
+
+
+def test_views_cannot_be_written() -> None:
+    """R1.3."""
+    made = live()
+    for view in (made.token_ids, made.output_token_ids):
+        for method in ("append", "extend", "__setitem__", "pop"):
+            assert not hasattr(view, method)
+    assert made.token_ids[-1] == 6
+    assert made.token_ids[0:2] == [4, 5]
+    with pytest.raises(IndexError):
+        made.output_token_ids[0]
+    assert repr(made.token_ids) == "ReadOnlyView([4, 5, 6])"
+
+
+def test_statuses_follow_the_state_machine() -> None:
+    """R1.5, I1.8."""
+    assert [status for status in RequestStatus if status.is_finished] == list(FINAL_STATUS.values())
+    assert set(FINAL_STATUS) == set(FinishReason)
+    made = live()
+    for status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.RUNNING, RequestStatus.STOPPED):
+        made.move_to(status)
+    for status in RequestStatus:
+        with pytest.raises(RuntimeError, match="cannot go from STOPPED"):
+            made.move_to(status)
+    with pytest.raises(RuntimeError, match="from WAITING to PREEMPTED"):
+        live().move_to(RequestStatus.PREEMPTED)
+
+
+def test_a_slot_starts_clean_whoever_held_it() -> None:
+    """No entry of an earlier owner survives."""
+    table = SlotTable(1)
+    first = live("a", sampling={"stop_token_ids": (1, 2, 3), "min_tokens": 4}, eos_token_ids=(9,))
+    slot = table.assign(first, 2, 8)
+    assert table.stop_ids[slot].tolist()[:5] == [1, 2, 3, 9, -1]
+    assert (int(table.stops_after[slot]), first.num_computed_tokens) == (7, 2)
+    table.detail[slot] = False
+    table.last_step[slot] = 12
+    table.release(first)
+    assert int(table.generation[slot]) == 0
+    assert first.slot is None
+    assert first.num_computed_tokens == 0
+    second = live("b")
+    assert table.assign(second, 0, 4) == slot
+    assert table.stop_ids[slot].tolist() == [-1] * 8
+    assert (int(table.generation[slot]), int(table.last_step[slot]), bool(table.detail[slot])) == (2, 0, True)
+    with pytest.raises(RuntimeError, match="does not own slot"):
+        table.release(first)
+
+
+def test_the_wait_queue_is_first_come_first_served_with_a_way_to_the_front() -> None:
+    queue = WaitQueue()
+    a, b, c, d = (live(name) for name in "abcd")
+    queue.append(a)
+    queue.append(b)
+    queue.prepend_all([c, d])
+    assert [r.request_id for r in queue] == ["c", "d", "a", "b"]
+    assert queue.peek() is c
+    assert queue.discard("a")
+    assert not queue.discard("a")
+    assert "d" in queue
+    assert [queue.pop().request_id for _ in range(3)] == ["c", "d", "b"]
+    assert len(queue) == 0
+
+
+def test_a_step_keeps_the_running_list_it_was_built_from() -> None:
+    table, running = SlotTable(3), RunningList()
+    requests = [live(name) for name in "abc"]
+    for made in requests:
+        table.assign(made, 0, 4)
+    running.extend(requests)
+    before, slots = running.requests, running.slots
+    running.remove_all([requests[1]])
+    assert len(before) == len(slots) == 3
+    assert running.slots.tolist() == [0, 2]
+    running.remove_all([])
+    assert len(running) == 2
+
+
+def test_fences_open_in_order() -> None:
+    """R3.87."""
+    fences = Fences()
+    assert fences.is_through(0)
+    fences.scheduled = 1
+    fences.defer("a")
+    fences.scheduled = 3
+    fences.defer("b")
+    assert not fences.is_through(1)
+    assert [fences.advance() for _ in range(3)] == [["a"], [], ["b"]]
+    assert fences.is_through(3)
