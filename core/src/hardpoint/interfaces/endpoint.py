@@ -53,6 +53,11 @@ class RequestFailure:
         """The ``type`` of the OpenAI error form."""
         return _KINDS.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
 
+    @property
+    def body(self) -> dict[str, object]:
+        """The OpenAI error form."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
 
 def describe_failure(error: Exception) -> RequestFailure:
     """The client's view of ``error``. Texts are fixed unless written for clients; anything unforeseen is a bare 500."""
@@ -88,11 +93,9 @@ class Endpoint(ABC):
     @abstractmethod
     def routes(self) -> APIRouter: ...
 
-    def error_body(
-        self, message: str, kind: str, param: str | None, code: str | None, status: int
-    ) -> dict[str, object]:
+    def error_body(self, failure: RequestFailure) -> Mapping[str, object]:
         """JSON body of an error on this endpoint's routes; the OpenAI form by default."""
-        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        return failure.body
 
     async def start(self) -> None:
         """Application start."""

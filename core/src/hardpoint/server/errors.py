@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from hardpoint.errors import HardpointError
 from hardpoint.interfaces.endpoint import Endpoint, RequestFailure, describe_failure
 
-__all__ = ["default_body", "describe", "install_handlers"]
+__all__ = ["describe", "install_handlers"]
 
 _logger = logging.getLogger("hardpoint.server")
 _HTTP_TEXTS: Mapping[int, tuple[str, str]] = {
@@ -22,18 +22,6 @@ _HTTP_TEXTS: Mapping[int, tuple[str, str]] = {
     404: ("there is no such route", "not_found"),
     405: ("this route does not take that method", "method_not_allowed"),
 }
-
-
-def default_body(failure: RequestFailure) -> dict[str, Any]:
-    """The OpenAI form, used wherever no endpoint is responsible."""
-    return {
-        "error": {
-            "message": failure.message,
-            "type": failure.kind,
-            "param": failure.param,
-            "code": failure.code,
-        }
-    }
 
 
 def describe(error: Exception) -> RequestFailure:
@@ -54,10 +42,7 @@ def install_handlers(app: FastAPI, owners: Mapping[Callable[..., Any], Endpoint]
         if failure.code == "internal_error":
             _logger.error("request failed", exc_info=error)
         owner = owners.get(request.scope.get("endpoint"))  # type: ignore[arg-type]
-        if owner is None:
-            body: dict[str, Any] = default_body(failure)
-        else:
-            body = owner.error_body(failure.message, failure.kind, failure.param, failure.code, failure.status)
+        body = failure.body if owner is None else owner.error_body(failure)
         return JSONResponse(body, failure.status, dict(failure.headers))
 
     for kind in (HardpointError, RequestValidationError, HTTPException, Exception):

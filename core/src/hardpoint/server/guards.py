@@ -14,7 +14,6 @@ import numpy as np
 
 from hardpoint.config import ServerConfig
 from hardpoint.interfaces.endpoint import RequestFailure
-from hardpoint.server.errors import default_body
 from hardpoint.server.keys import is_loopback
 
 __all__ = ["PROBES", "BodyGuard", "HostGuard", "KeyGuard", "RequestId"]
@@ -34,7 +33,7 @@ Send = Any
 
 
 async def _refuse(send: Send, failure: RequestFailure) -> None:
-    body = json.dumps(default_body(failure)).encode()
+    body = json.dumps(failure.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in failure.headers.items()]
     if failure.status in (413, 431):

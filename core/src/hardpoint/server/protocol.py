@@ -7,7 +7,6 @@ import json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hardpoint.interfaces.endpoint import RequestFailure
-from hardpoint.server.errors import default_body
 
 __all__ = ["MAX_BODY_PARTS", "bounded_protocol"]
 
@@ -55,7 +54,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not is_answering:
-            body = json.dumps(default_body(failure)).encode()
+            body = json.dumps(failure.body).encode()
             head = (
                 f"HTTP/1.1 {failure.status} Refused\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

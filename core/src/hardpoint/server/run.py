@@ -116,17 +116,9 @@ def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...]) 
 
     def context(endpoint: str) -> PluginContext:
         base = runtime.context("endpoint", endpoint)
+        common = {field: getattr(base, field) for field in PluginContext.__dataclass_fields__}
         return EndpointContext(
-            name=base.name,
-            api_version=base.api_version,
-            roles=base.roles,
-            platform=base.platform,
-            logger=base.logger,
-            plugins=base.plugins,
-            router=engines,
-            facts=facts,
-            exporters=exporters,
-            is_draining=lambda: engines.draining,
+            **common, router=engines, facts=facts, exporters=exporters, is_draining=lambda: engines.draining
         )
 
     endpoints: dict[str, Endpoint] = runtime.create_all("endpoint", context)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hardpoint.errors import InvalidRequestError
-from hardpoint.interfaces.endpoint import RequestFailure
 from hardpoint.interfaces.engine import CompletionOutput, RequestOutput
 from hardpoint.interfaces.request import FinishReason
 from hardpoint_serving.openai.wire import Usage
 
-__all__ = ["Counter", "RequestFailed", "error_body", "finish_reason", "raise_on_error"]
+__all__ = ["Counter", "RequestFailed", "finish_reason", "raise_on_error"]
 
 
 class RequestFailed(InvalidRequestError):
@@ -18,17 +17,6 @@ class RequestFailed(InvalidRequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="request_failed", status=500)
-
-
-def error_body(failure: RequestFailure) -> dict[str, object]:
-    return {
-        "error": {
-            "message": failure.message,
-            "type": failure.kind,
-            "param": failure.param,
-            "code": failure.code,
-        }
-    }
 
 
 def raise_on_error(output: RequestOutput) -> None:

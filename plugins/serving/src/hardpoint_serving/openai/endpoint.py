@@ -17,7 +17,6 @@ from hardpoint.interfaces.engine import EngineClient, ModelRouter, Prompt, Reque
 from hardpoint.interfaces.plugin import plugin
 from hardpoint.interfaces.request import SamplingParams
 from hardpoint_serving.body import decode_body
-from hardpoint_serving.openai.answer import error_body
 from hardpoint_serving.openai.chat import chat_completion, chat_frames
 from hardpoint_serving.openai.completions import CompletionWriter
 from hardpoint_serving.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -144,7 +143,11 @@ class OpenAIEndpoint(Endpoint):
             await stream.prime(gone, self._options.keepalive_s)
             streaming = True
             return EventStream(
-                frames(), gone=gone, close=stream.close, error_body=error_body, keepalive_s=self._options.keepalive_s
+                frames(),
+                gone=gone,
+                close=stream.close,
+                error_body=self.error_body,
+                keepalive_s=self._options.keepalive_s,
             )
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
