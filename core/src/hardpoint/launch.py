@@ -209,6 +209,8 @@ def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> En
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         kv_cache_bytes=engine.cache.kv_cache_memory,
+        architecture=info.architecture,
+        model=dict(info.config),
     )
     platform.check_and_update(settings)
     if not settings.worker:

@@ -73,8 +73,11 @@ class StepPipeline:
 
     def _submit(self) -> None:
         while len(self.inflight) < self.max_inflight_steps and self.scheduler.has_work():
+            if self.inflight and self.inflight[-1].step.defers_sampling:
+                # Its mask depends on the steps before it, and a worker holds one deferred step at most.
+                return
             step = self.scheduler.schedule()
-            if step.is_empty and not len(step.finished_slots) and not len(step.preempted_slots):
+            if not step.must_execute:
                 return
             self.inflight.append(InflightStep(step, self.executor.execute(step)))
 

@@ -27,7 +27,7 @@ from hardpoint.interfaces.kv_cache import (
     spec_to_wire,
 )
 from hardpoint.interfaces.logits_processor import LogitsProcessor
-from hardpoint.interfaces.model import Model, ModelContext, StageRange, WeightRule
+from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOutput, WeightRule
 from hardpoint.interfaces.model_source import (
     ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext, WeightTensor,
 )
@@ -52,10 +52,11 @@ from hardpoint.interfaces.stat_logger import (
 )
 from hardpoint.interfaces.step import (
     BlockUpdate, Deferred, GrammarMask, LogprobArrays, NewRow, RowFailure, RunnerOutput, SchedulerOutput,
+    TokenUpdate,
 )
 from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer, TokenizerProvider
 from hardpoint.interfaces.worker import (
-    ParallelSlice, RpcMethod, WORKER_RPC, Worker, WorkerConfig, WorkerContext, WorkerFactory,
+    ParallelSlice, PendingOutput, RpcMethod, WORKER_RPC, Worker, WorkerConfig, WorkerContext, WorkerFactory,
 )
 
 __all__ = [
@@ -63,21 +64,21 @@ __all__ = [
     "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed",
     "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher", "BlockSizeRule", "BlockUpdate",
     "BoolArray", "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput", "DecodeStream",
-    "Deferred", "DeviceDescription", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput",
-    "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
-    "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphSupport",
-    "HashContext", "HashFunction", "IOProcessor", "Int32Array", "KVCacheConfig", "KVCacheGroup",
+    "Deferred", "DeviceDescription", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient",
+    "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext",
+    "ExternalMatch", "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask",
+    "GraphSupport", "HashContext", "HashFunction", "IOProcessor", "Int32Array", "KVCacheConfig", "KVCacheGroup",
     "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVSpecRegistration",
     "KVWriteMode", "LayerSpec", "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob",
     "LogprobArrays", "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo",
     "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice",
-    "PauseMode", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext",
+    "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext",
     "PluginDeclaration", "PluginFactory", "PositionLogprobs", "ProbeResult", "ProbeStatus", "Prompt",
     "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestView",
     "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",
-    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts", "StageRange",
-    "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange", "Tokenizer", "TokenizerProvider",
-    "TokensEmitted", "VisibleDevice", "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor",
-    "WireSpec", "Worker", "WorkerConfig", "WorkerContext", "WorkerFactory", "declaration_of", "group_key",
-    "plugin", "spec_from_wire", "spec_to_wire",
+    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts", "StageOutput",
+    "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate",
+    "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader", "WeightLoaderContext",
+    "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext", "WorkerFactory",
+    "declaration_of", "group_key", "plugin", "spec_from_wire", "spec_to_wire",
 ]

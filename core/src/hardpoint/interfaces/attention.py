@@ -103,6 +103,8 @@ class CommonAttentionMetadata:
         block_table: int32 [R, B]; rows beyond real requests hold the null block.
         slot_mapping: int64 [T]; -1 where nothing may be written.
         num_rows, num_tokens: real counts, padding excluded.
+        seq_lens_is_exact: False when the host copies are upper bounds only (drafts whose fate the host does not know).
+        for_graph: the metadata will be captured or replayed.
     """
 
     num_rows: int
@@ -116,6 +118,8 @@ class CommonAttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     block_size: int
+    seq_lens_is_exact: bool = True
+    for_graph: bool = False
     causal: bool = True
     num_common_prefix_blocks: int = 0
     extras: dict[str, Any] = field(default_factory=dict)

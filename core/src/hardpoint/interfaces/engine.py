@@ -93,6 +93,8 @@ class RequestOutput:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: Any = None
+    extensions: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
@@ -66,11 +67,12 @@ class Executor(ABC):
         return ()
 
     def kv_cache_specs(self) -> list[LayerSpec]:
-        """Specs of all ranks, deduplicated by layer name."""
+        """Specs of all ranks by layer. Raises ``ConfigError`` when two ranks describe one layer differently."""
         seen: dict[str, LayerSpec] = {}
         for specs in self.collective_rpc("kv_cache_specs"):
             for layer in specs:
-                seen.setdefault(layer.layer_name, layer)
+                if seen.setdefault(layer.layer_name, layer) != layer:
+                    raise ConfigError(f"ranks disagree on the KV cache of {layer.layer_name}; use equal devices")
         return list(seen.values())
 
     def kv_cache_budget(self) -> int:

@@ -139,21 +139,26 @@ def spec_from_wire(wire: WireSpec, classes: Mapping[str, type[KVCacheSpec]]) -> 
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One layer's wish, as a worker reports it."""
+    """One layer's wish, as a worker reports it. ``role`` marks layers that are not the target decoder's (``draft``)."""
 
     layer_name: str
     spec: WireSpec
+    role: str = ""
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One flat buffer shared by same-shaped layers: page (layer l, block b) starts at
-    ``offset + l * layer_stride + b * block_stride`` bytes (R1.40)."""
+    ``offset + l * layer_stride + b * block_stride`` bytes (R1.40).
+
+    Tensors with an equal ``buffer`` number share one allocation; None means one of its own.
+    """
 
     size: int
     layer_names: tuple[str, ...]
     layer_stride: int
     block_stride: int
     offset: int = 0
+    buffer: int | None = None
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
@@ -161,14 +166,23 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
 
     layer_names: tuple[str, ...]
     spec: WireSpec
+    role: str = ""
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The agreed memory plan, equal in scheduler and workers. ``num_blocks`` includes the null block."""
+    """The agreed memory plan, equal in scheduler and workers. ``num_blocks`` includes the null block.
+
+    ``tensors`` serve every rank unless ``tensors_by_rank`` gives each its own (pipeline stages).
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     tensors: tuple[KVCacheTensor, ...]
+    tensors_by_rank: tuple[tuple[KVCacheTensor, ...], ...] = ()
+
+    def tensors_of(self, rank: int) -> tuple[KVCacheTensor, ...]:
+        """The buffers ``rank`` allocates."""
+        return self.tensors_by_rank[rank] if self.tensors_by_rank else self.tensors
 
 
 class KVLayout(ABC):
@@ -189,10 +203,11 @@ class KVPlanRequest:
     max_model_len: int
     max_num_batched_tokens: int
     num_blocks: int | None = None
+    layers_by_rank: tuple[tuple[str, ...], ...] = ()
 
 
 class KVCacheManager(ABC):
-    """Blocks of one group. Block ids in a table never change once handed out; tables only grow.
+    """Blocks of one group. An id in a table never changes once handed out, except to the null block; tables only grow.
 
     ``num_tokens`` arguments count from the start of the sequence. No method blocks or does I/O.
     """

@@ -54,6 +54,16 @@ class ModelContext(PluginContext):
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a forward yields beyond one tensor: ``hidden`` [T, C] on the last stage, named ``intermediates`` for the
+    next one, ``auxiliary`` hidden states for drafters."""
+
+    hidden: torch.Tensor | None = None
+    intermediates: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    auxiliary: tuple[torch.Tensor, ...] = ()
+
+
 @runtime_checkable
 class Model(Protocol):
     """What the runner calls. Layers are addressable by dotted name; every linear takes a quantization method."""
@@ -71,10 +81,12 @@ class Model(Protocol):
         self,
         token_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediates: torch.Tensor | None = None,
+        intermediates: Mapping[str, torch.Tensor] | None = None,
         embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden states [T, C] of this stage from ids [T] or embeddings [T, C]; positions int64 [T].
+    ) -> torch.Tensor | StageOutput:
+        """Hidden states [T, C] from ids [T] or embeddings [T, C]; positions int64 [T], or [k, T] if the model says so.
+
+        A stage that is not the last, or a model with auxiliary outputs, returns a :class:`StageOutput`.
 
         Attention reads its metadata from the active forward context.
         """

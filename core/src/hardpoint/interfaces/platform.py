@@ -52,7 +52,8 @@ class DeviceDescription(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSettings(msgspec.Struct, kw_only=True):
     """The part of the configuration a platform may edit in :meth:`Platform.check_and_update`. Unset means None.
 
-    ``worker`` must be set afterwards: the plugin name of kind ``worker``.
+    ``worker`` must be set afterwards: the plugin name of kind ``worker``. ``architecture`` and ``model`` (the
+    architecture's fields) are for reading.
     """
 
     worker: str | None = None
@@ -65,6 +66,8 @@ class EngineSettings(msgspec.Struct, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    architecture: str = ""
+    model: dict[str, Any] = {}
 
 
 class Platform(ABC):

@@ -82,6 +82,7 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True):
     content_hash: str
     offset: int
     length: int
+    num_encoder_tokens: int | None = None
     data: dict[str, np.ndarray] = {}
 
 
@@ -102,6 +103,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         eos_token_ids: ids that end generation unless ``ignore_eos``; already merged with the model's generation config.
         deadline: absolute ``time.time()`` seconds after which the request is aborted, or None.
         transfer: parameters for KV connectors; only from a trusted router.
+        task: what is wanted of the model; ``pooling`` holds the parameters of tasks that pool.
     """
 
     request_id: str
@@ -118,6 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline: float | None = None
     tenant: str = ""
     transfer: dict[str, Any] = {}
+    task: str = "generate"
+    pooling: dict[str, Any] = {}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +151,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     error: str | None = None
     first_scheduled_time: float | None = None
     extensions: dict[str, Any] = {}
+    pooled: np.ndarray | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

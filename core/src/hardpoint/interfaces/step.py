@@ -46,12 +46,24 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_embeds: np.ndarray | None = None
     features: tuple[Feature, ...] = ()
     adapter: AdapterRef | None = None
+    task: str = "generate"
+    pooling: dict[str, Any] = {}
 
 
 class BlockUpdate(msgspec.Struct, frozen=True):
     """Blocks appended in one KV cache group: ``counts`` int32 [R], ``ids`` int32 [sum(counts)], row after row.
 
     Rows listed in ``SchedulerOutput.new_rows`` count 0 here: their blocks come with the :class:`NewRow`.
+    """
+
+    counts: Int32Array
+    ids: Int32Array
+
+
+class TokenUpdate(msgspec.Struct, frozen=True):
+    """Tokens per row: ``counts`` int32 [R], ``ids`` int32 [sum(counts)], row after row.
+
+    An id of -1 stands for a token that is already on the worker.
     """
 
     counts: Int32Array
@@ -76,6 +88,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             be finished and handed to a new row in the same step.
         blocks_to_zero: int32 block ids to clear before use (only for specs that need it).
         num_common_prefix_blocks: per group, leading blocks shared by all rows that hold KV.
+        known_tokens: tokens that rows already running learned elsewhere (another pipeline stage sampled them); appended
+            to the slot's tokens before the forward.
+        drafts: the last ``counts[r]`` scheduled tokens of row r are guesses to verify; such a row yields 1 to
+            ``counts[r] + 1`` tokens.
+        defers_sampling: the worker answers ``Deferred`` exactly when this is set.
         extensions: per feature, an opaque msgpack-able struct (connector, drafts, adapters, encoder inputs).
     """
 
@@ -92,6 +109,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     blocks_to_zero: Int32Array
     num_common_prefix_blocks: tuple[int, ...]
     num_tokens: int
+    known_tokens: TokenUpdate | None = None
+    drafts: TokenUpdate | None = None
+    defers_sampling: bool = False
     extensions: dict[str, Any] = {}
 
     @property
@@ -102,6 +122,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def is_empty(self) -> bool:
         """True when there is nothing to compute; finished slots may still have to be delivered."""
         return self.num_tokens == 0
+
+    @property
+    def must_execute(self) -> bool:
+        """Whether workers have to see this step, be it only for freed slots or a feature's payload."""
+        return bool(
+            self.num_tokens
+            or len(self.finished_slots)
+            or len(self.preempted_slots)
+            or len(self.blocks_to_zero)
+            or self.extensions
+        )
 
 
 class LogprobArrays(msgspec.Struct, frozen=True):
@@ -135,6 +166,7 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         logprobs: sampled positions, for rows that asked.
         prompt_logprobs: prompt positions computed in this step, for rows that asked: entry i of a row's entries is the
             log-probability of the token *after* computed position i.
+        pooled: step row to its finished pooling result, for rows whose task pools.
     """
 
     step_id: int
@@ -145,6 +177,7 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: LogprobArrays | None = None
     prompt_logprobs: LogprobArrays | None = None
     failures: tuple[RowFailure, ...] = ()
+    pooled: dict[int, np.ndarray] = {}
     extensions: dict[str, Any] = {}
 
 
@@ -155,7 +188,10 @@ class Deferred(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrammarMask(msgspec.Struct, frozen=True):
-    """Bitmask rows for sampling. ``rows`` int32 [N] indexes the step's rows; ``bits`` int32 [N, ceil(vocab / 32)]."""
+    """Bitmask rows for sampling. ``rows`` int32 [N] indexes the step's rows; ``bits`` int32 [N, ceil(vocab / 32)].
+
+    A row with drafts has consecutive entries: one per draft position, the bonus position last.
+    """
 
     rows: Int32Array
     bits: Int32Array

@@ -20,7 +20,11 @@ from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, Sched
 
 
 class ParallelSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """This rank's place. ``init_method`` is the rendezvous address of collectives, unused for world size 1."""
+    """This rank's place in a grid whose inner axis is tensor parallelism, the outer one the pipeline.
+
+    ``init_method`` is the rendezvous address of collectives, unused for world size 1. ``devices`` are the logical
+    devices by local rank; empty means the local rank itself.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -28,6 +32,19 @@ class ParallelSlice(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     init_method: str | None = None
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    devices: tuple[int, ...] = ()
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that samples: the first one of the last pipeline stage."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+
+    @property
+    def device(self) -> int:
+        """Logical device of this rank."""
+        return self.devices[self.local_rank] if self.devices else self.local_rank
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,13 +66,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     show_progress: bool = True
     seed: int = 0
+    features: tuple[tuple[str, str], ...] = ()
     extensions: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext(PluginContext):
+    """Context of every kind created inside a worker. ``device`` is the framework's device object, once bound."""
+
     config: WorkerConfig | None = None
+    device: Any = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PendingOutput(ABC):
+    """A submitted step whose results are still on the device: the next step can be submitted meanwhile."""
+
+    @abstractmethod
+    def result(self) -> RunnerOutput:
+        """Wait and return; called once, on any thread."""
 
 
 class Worker(ABC):
@@ -84,11 +113,11 @@ class Worker(ABC):
         """Run what would otherwise slow the first request."""
 
     @abstractmethod
-    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
         """Update state and run the forward. A second call while a deferred step is pending raises ``RuntimeError``."""
 
     @abstractmethod
-    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput | PendingOutput:
         """Finish a deferred step; raises ``RuntimeError`` when none with that id is pending."""
 
     @abstractmethod
