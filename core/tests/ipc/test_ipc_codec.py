@@ -50,10 +50,7 @@ def test_every_record_survives_the_wire(record: type[msgspec.Struct], values_of:
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(values_of(record))
     def check(value: msgspec.Struct) -> None:
-        data = encode(value)
-        again = decoder.decode(data)
-        assert is_same(value, again)
-        assert encode(again) == data
+        assert is_same(value, decoder.decode(encode(value)))
 
     check()
 

@@ -27,8 +27,8 @@ def test_every_method_survives_the_wire(method: str, values_of: Values, is_same:
     @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.tuples(*map(values_of, rpc.arguments)), values_of(rpc.result))
     def check(arguments: tuple[Any, ...], result: Any) -> None:
-        call = codec.decode_call(codec.encode_call(7, method, arguments, (0,)))
-        assert (call.call_id, call.method, call.reply_ranks) == (7, method, (0,))
+        call = codec.decode_call(codec.encode_call(7, method, arguments, ranks=(0, 3), reply_ranks=(0,)))
+        assert (call.call_id, call.method, call.ranks, call.reply_ranks) == (7, method, (0, 3), (0,))
         assert is_same(codec.arguments(call), arguments)
         reply = codec.decode_reply(codec.encode_result(call, 3, result))
         assert (reply.call_id, reply.rank, reply.failure) == (7, 3, None)
@@ -72,7 +72,7 @@ def test_methods_outside_the_table_do_not_exist_on_either_side(method: str) -> N
     codec = RpcCodec()
     with pytest.raises(ConfigError, match="is not callable; allowed: check_health, execute"):
         codec.encode_call(1, method)
-    forged = codec.decode_call(encode((1, method, (), None)))
+    forged = codec.decode_call(encode((1, method, ())))
     with pytest.raises(ConfigError, match="is not callable"):
         codec.arguments(forged)
     with pytest.raises(CodecError, match="unknown method"):
@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused_by_sender_and_receiver() -> None:
         codec.encode_call(1, "sample", (1,))
     wrong: list[tuple[Any, ...]] = [(), ("text", None), (1, None, 3), ({}, None)]
     for arguments in wrong:
-        forged = codec.decode_call(encode((1, "sample", arguments, None)))
+        forged = codec.decode_call(encode((1, "sample", arguments)))
         with pytest.raises(CodecError, match="not a valid"):
             codec.arguments(forged)
 

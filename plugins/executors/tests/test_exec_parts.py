@@ -74,32 +74,26 @@ def test_what_has_arrived_can_be_read_after_reading_was_ended() -> None:
     far.end_reading()
 
 
-def test_a_limited_send_gives_up() -> None:
+def test_the_bell_wakes_and_tells_of_the_end() -> None:
     near, far = channel_pair()
-    near.limit_sending(0.2)
+    assert far.wait_for_bell(0.01)
+    for _ in range(100_000):
+        near.ring_bell()
     began = time.monotonic()
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        near.send(bytes(8_000_000))
-    assert 0.1 < time.monotonic() - began < 3
+    assert far.wait_for_bell(5.0)
+    assert time.monotonic() - began < 1.0
     near.close()
+    while far.wait_for_bell(0.0):
+        assert time.monotonic() - began < 5.0
+    near.ring_bell()
     far.close()
 
 
-def conversation(*frames: bytes) -> list[bytes]:
-    """What a worker answers to ``frames``; the loop has ended afterwards."""
-    near, far = channel_pair()
-    for frame in frames:
-        near.send(frame)
-    near._socket.shutdown(1)
-    answers = []
-    try:
-        serve(FakeWorker(), far, 0)
-        far.close()
-        while (answer := near.receive()) is not None:
-            answers.append(answer)
-    finally:
-        far.close()
-        near.close()
+def conversation(*frames: bytes, rank: int = 0) -> list[bytes]:
+    """What a worker answers to ``frames`` before the other end goes away."""
+    answers: list[bytes] = []
+    waiting = iter(frames)
+    serve(FakeWorker(), lambda: next(waiting, None), answers.append, rank)
     return answers
 
 
@@ -107,7 +101,7 @@ def conversation(*frames: bytes) -> list[bytes]:
 def test_a_worker_refuses_what_is_not_registered(method: str) -> None:
     """Only ``WORKER_RPC`` can be called, whoever writes to the channel; the worker goes on."""
     codec = RpcCodec()
-    answers = conversation(encode((1, method, (), None)), codec.encode_call(2, "kv_cache_budget"))
+    answers = conversation(encode((1, method, ())), codec.encode_call(2, "kv_cache_budget"))
     refused, answered = map(codec.decode_reply, answers)
     assert refused.failure is not None
     assert refused.failure.kind == "ConfigError"
@@ -117,7 +111,7 @@ def test_a_worker_refuses_what_is_not_registered(method: str) -> None:
 
 def test_arguments_of_other_types_are_refused() -> None:
     codec = RpcCodec()
-    (answer,) = conversation(encode((1, "initialize_kv_cache", ({"num_blocks": "many"},), None)))
+    (answer,) = conversation(encode((1, "initialize_kv_cache", ({"num_blocks": "many"},))))
     failure = codec.decode_reply(answer).failure
     assert failure is not None
     assert failure.kind == "CodecError"
@@ -131,11 +125,20 @@ def test_a_frame_that_is_no_call_ends_the_worker(frame: bytes) -> None:
 
 def test_ranks_that_need_not_answer_keep_quiet_unless_they_fail() -> None:
     codec = RpcCodec()
-    answers = conversation(codec.encode_call(1, "warm_up", (), (1,)), codec.encode_call(2, "sample", (5, None), (1,)))
+    answers = conversation(
+        codec.encode_call(1, "warm_up", reply_ranks=(1,)),
+        codec.encode_call(2, "sample", (5, None), reply_ranks=(1,)),
+    )
     (reply,) = map(codec.decode_reply, answers)
     assert reply.call_id == 2
     assert reply.failure is not None
     assert "no deferred step 5" in reply.failure.message
+
+
+def test_a_call_for_other_ranks_is_passed_over() -> None:
+    codec = RpcCodec()
+    calls = [codec.encode_call(1, "sample", (5, None), ranks=(0, 2)), codec.encode_call(2, "warm_up", ranks=(1,))]
+    assert [codec.decode_reply(answer).call_id for answer in conversation(*calls, rank=1)] == [2]
 
 
 def test_shutdown_ends_the_loop() -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from hardpoint.ipc.codec import CodecError, Decoder, encode
 from hardpoint.ipc.endpoints import create_runtime_dir, private_ipc_address
+from hardpoint.ipc.ring import RingReader, RingWriter
 from hardpoint.ipc.rpc import RpcCall, RpcCodec, RpcFailure, RpcReply
 
 __all__ = [
     "CodecError",
     "Decoder",
+    "RingReader",
+    "RingWriter",
     "RpcCall",
     "RpcCodec",
     "RpcFailure",

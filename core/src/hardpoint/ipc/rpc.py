@@ -17,14 +17,14 @@ __all__ = ["RpcCall", "RpcCodec", "RpcFailure", "RpcReply"]
 
 
 class RpcCall(msgspec.Struct, frozen=True, array_like=True):
-    """``arguments`` stay encoded until :meth:`RpcCodec.arguments`; ``reply_ranks`` None asks every rank to answer.
-
-    A rank that need not answer still answers when it fails.
+    """``arguments`` stay encoded until :meth:`RpcCodec.arguments`. ``ranks`` are to run it, ``reply_ranks`` of them are
+    to answer; None means all. A rank that need not answer still answers when it fails.
     """
 
     call_id: int
     method: str
     arguments: msgspec.Raw
+    ranks: tuple[int, ...] | None = None
     reply_ranks: tuple[int, ...] | None = None
 
 
@@ -71,11 +71,17 @@ class RpcCodec:
             raise ConfigError(f"worker method {method!r} takes {self._counts[method]} arguments, got {len(args)}")
 
     def encode_call(
-        self, call_id: int, method: str, args: tuple[Any, ...] = (), reply_ranks: tuple[int, ...] | None = None
+        self,
+        call_id: int,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        ranks: tuple[int, ...] | None = None,
+        reply_ranks: tuple[int, ...] | None = None,
     ) -> bytes:
         """Raises ``ConfigError`` as :meth:`check`, ``CodecError`` for an argument without a wire form."""
         self.check(method, args)
-        return encode(RpcCall(call_id, method, msgspec.Raw(encode(args)), reply_ranks))
+        return encode(RpcCall(call_id, method, msgspec.Raw(encode(args)), ranks, reply_ranks))
 
     def decode_call(self, data: bytes) -> RpcCall:
         """The envelope; the method is not checked yet, so that a refusal can be answered."""

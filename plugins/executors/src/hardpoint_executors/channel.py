@@ -1,7 +1,12 @@
-"""Frames of bytes over a socket pair: a 32-bit little-endian length, then that many bytes."""
+"""A socket pair between engine and worker: answers as frames one way, a bell for the call ring the other way.
+
+A frame is a 32-bit little-endian length, then that many bytes. A ring of the bell is one byte.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import struct
 
@@ -18,6 +23,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Channel:
@@ -62,18 +69,24 @@ class Channel:
             view = view[count:]
         return bytes(data)
 
-    def limit_sending(self, timeout_s: float) -> None:
-        """From now on a send raises ``OSError`` when the other end does not read for that long."""
-        seconds = max(timeout_s, 0.001)
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    def ring_bell(self) -> None:
+        """Wake the other end out of :meth:`wait_for_bell`. Never blocks: a full socket holds rings enough."""
+        with contextlib.suppress(OSError):
+            self._socket.send(b"!", socket.MSG_DONTWAIT)
+
+    def wait_for_bell(self, timeout_s: float) -> bool:
+        """Sleep until the bell rings or ``timeout_s`` seconds are over; False when the other end is gone."""
+        if not self._poll.poll(timeout_s * 1000):
+            return True
+        try:
+            return bool(self._socket.recv(4096))
+        except ConnectionResetError:
+            return False
 
     def end_reading(self) -> None:
         """Frames that have arrived can still be received; then :meth:`receive` returns None. From any thread."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            return
 
     def close(self) -> None:
         self._socket.close()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.interfaces import ExecutorContext, WorkerConfig
-from hardpoint.ipc import Decoder, encode
+from hardpoint.ipc import Decoder, RingWriter, encode
 from hardpoint.process import ChildProcess, LoadReport, describe_exit, spawn
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import start_error
 from hardpoint_executors.messages import StartAnswer, WorkerReady, WorkerStart
 
-__all__ = ["RankProcess", "start_ranks", "stop_ranks"]
+__all__ = ["RankProcess", "WorkerGroup", "start_group", "stop_ranks"]
 
 _ENTRY = "hardpoint_executors.worker_process:main"
 _logger = logging.getLogger("hardpoint.executors")
@@ -45,23 +47,52 @@ class RankProcess:
         return f"{self.label} {how}"
 
 
-def start_ranks(ctx: ExecutorContext, timeout_s: float) -> tuple[list[RankProcess], list[LoadReport]]:
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """All ranks of an executor in rank order, what they loaded, and the ring that carries calls to them."""
+
+    ranks: tuple[RankProcess, ...]
+    reports: tuple[LoadReport, ...]
+    calls: RingWriter
+
+    def close(self) -> None:
+        """Give up channels and ring, once the processes have ended."""
+        for entry in self.ranks:
+            entry.channel.close()
+        self.calls.close()
+
+
+def start_group(ctx: ExecutorContext, timeout_s: float) -> WorkerGroup:
     """Start every rank at once and wait until all have built their worker.
 
     Raises what a worker raised while starting, ``EngineDeadError`` for one that died or was not ready after
     ``timeout_s`` seconds. No process is left behind then.
     """
     _, config = require(ctx)
+    channels: list[Channel] = []
+    calls = RingWriter(config.parallel.world_size, lambda rank: channels[rank].ring_bell())
     ranks: list[RankProcess] = []
     try:
         for rank in range(config.parallel.world_size):
-            ranks.append(_start(ctx, rank_config(config, rank, ctx.runtime_dir)))
-        return ranks, _wait_ready(ranks, timeout_s)
+            near, far = channel_pair()
+            channels.append(near)
+            with contextlib.closing(far):
+                process = _spawn(ctx, rank_config(config, rank, ctx.runtime_dir), far, calls)
+            ranks.append(RankProcess(rank, process, near))
+            # A grandchild may hold the far end open, so the channel alone does not tell of a death.
+            process.on_exit(partial(_let_go, near, calls, rank))
+        return WorkerGroup(tuple(ranks), tuple(_wait_ready(ranks, timeout_s)), calls)
     except BaseException:
         stop_ranks(ranks, 0.0)
-        for entry in ranks:
-            entry.channel.close()
+        for channel in channels:
+            channel.close()
+        calls.close()
         raise
+
+
+def _let_go(channel: Channel, calls: RingWriter, rank: int, returncode: int) -> None:
+    channel.end_reading()
+    calls.retire(rank)
 
 
 def rank_config(config: WorkerConfig, rank: int, runtime_dir: str) -> WorkerConfig:
@@ -74,26 +105,17 @@ def rank_config(config: WorkerConfig, rank: int, runtime_dir: str) -> WorkerConf
     return msgspec.structs.replace(config, parallel=place)
 
 
-def _start(ctx: ExecutorContext, config: WorkerConfig) -> RankProcess:
-    near, far = channel_pair()
-    rank = config.parallel.rank
-    try:
-        start = WorkerStart(
-            plan=ctx.plan,
-            worker=ctx.worker,
-            config=config,
-            attributes=dict(ctx.worker_options),
-            channel_fd=far.fileno(),
-        )
-        process = spawn(_ENTRY, encode(start), name=f"worker-{rank}", pass_fds=(far.fileno(),))
-    except BaseException:
-        near.close()
-        raise
-    finally:
-        far.close()
-    # A grandchild may hold the far end open, so the channel alone does not tell of a death.
-    process.on_exit(lambda returncode: near.end_reading())
-    return RankProcess(rank, process, near)
+def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: RingWriter) -> ChildProcess:
+    start = WorkerStart(
+        plan=ctx.plan,
+        worker=ctx.worker,
+        config=config,
+        attributes=dict(ctx.worker_options),
+        channel_fd=far.fileno(),
+        ring_fd=calls.descriptor,
+    )
+    inherited = (far.fileno(), calls.descriptor)
+    return spawn(_ENTRY, encode(start), name=f"worker-{config.parallel.rank}", pass_fds=inherited)
 
 
 def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> list[LoadReport]:

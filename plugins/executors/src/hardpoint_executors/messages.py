@@ -14,13 +14,14 @@ __all__ = ["StartAnswer", "StartFailure", "WorkerReady", "WorkerStart"]
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """``channel_fd`` is the inherited descriptor of the worker's end of its channel."""
+    """``channel_fd`` and ``ring_fd`` are inherited descriptors: the worker's end of its channel, and the call ring."""
 
     plan: bytes
     worker: str
     config: WorkerConfig
     attributes: dict[str, Any]
     channel_fd: int
+    ring_fd: int
     log_level: str | None = None
 
 

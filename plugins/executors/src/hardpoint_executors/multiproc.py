@@ -22,7 +22,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.ipc import CodecError, RpcCodec
 from hardpoint.process import LoadReport
-from hardpoint_executors.group import RankProcess, start_ranks, stop_ranks
+from hardpoint_executors.group import RankProcess, WorkerGroup, start_group, stop_ranks
 from hardpoint_executors.pending import PendingCalls
 
 __all__ = ["MultiprocExecutor", "MultiprocOptions", "create"]
@@ -42,16 +42,15 @@ class MultiprocOptions(BaseModel):
 @plugin("executor", options=MultiprocOptions)
 def create(ctx: ExecutorContext, options: MultiprocOptions) -> MultiprocExecutor:
     """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
-    ranks, reports = start_ranks(ctx, options.start_timeout_s)
-    return MultiprocExecutor(ranks, reports)
+    return MultiprocExecutor(start_group(ctx, options.start_timeout_s))
 
 
 class MultiprocExecutor(Executor):
-    """Sends each call to every rank, in order; a reader thread per rank completes the futures."""
+    """Sends each call to all ranks through one ring, in order; a reader thread per rank completes the futures."""
 
-    def __init__(self, ranks: Sequence[RankProcess], reports: Sequence[LoadReport]) -> None:
-        self._ranks = tuple(ranks)
-        self._reports = tuple(reports)
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._ranks = ranks = group.ranks
         self._all = frozenset(range(len(ranks)))
         self._codec = RpcCodec()
         self._pending = PendingCalls(self._codec, len(ranks))
@@ -73,7 +72,7 @@ class MultiprocExecutor(Executor):
         return tuple(entry.process.pid for entry in self._ranks)
 
     def load_reports(self) -> Sequence[LoadReport]:
-        return self._reports
+        return self._group.reports
 
     def collective_rpc(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
@@ -84,7 +83,7 @@ class MultiprocExecutor(Executor):
         if not asked:
             self._codec.check(method, args)
             return []
-        call_id, future = self._send(method, args, to=asked, answering=asked)
+        call_id, future = self._send(method, args, ranks=asked, answering=asked)
         try:
             results: list[Any] = future.result(timeout_s)
         except TimeoutError:
@@ -112,39 +111,39 @@ class MultiprocExecutor(Executor):
             return
         self._is_shut_down = True
         failed = self._pending.failure_reason is not None
-        frame = self._codec.encode_call(0, "shutdown", (), reply_ranks=())
-        for entry in self._ranks:
-            entry.channel.limit_sending(timeout_s)
-            with contextlib.suppress(OSError):
-                entry.channel.send(frame)
+        with contextlib.suppress(TimeoutError):
+            self._group.calls.send(self._codec.encode_call(0, "shutdown", reply_ranks=()), timeout_s)
         stop_ranks(self._ranks, min(timeout_s, _GRACE_AFTER_FAILURE_S) if failed else timeout_s)
         self._pending.fail("the executor is shut down", tell=False)
-        for reader, entry in zip(self._readers, self._ranks, strict=True):
+        for reader in self._readers:
             if reader is not threading.current_thread():
                 reader.join()
-            entry.channel.close()
+        self._group.close()
 
     def _submit(self, method: str, *args: Any) -> Future[Any]:
         """Every rank works, the output rank answers (R4.8)."""
-        return self._send(method, args, to=self._all, answering=frozenset({_OUTPUT_RANK}), unwrap=True)[1]
+        return self._send(method, args, answering=frozenset({_OUTPUT_RANK}), unwrap=True)[1]
 
     def _send(
-        self, method: str, args: tuple[Any, ...], *, to: frozenset[int], answering: frozenset[int], unwrap: bool = False
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        *,
+        ranks: frozenset[int] | None = None,
+        answering: frozenset[int],
+        unwrap: bool = False,
     ) -> tuple[int, Future[Any]]:
         self._codec.check(method, args)
         call_id, future = self._pending.open(method, answering, unwrap=unwrap)
         if future.done():
             return call_id, future
+        to = None if ranks is None else tuple(sorted(ranks))
         try:
-            frame = self._codec.encode_call(call_id, method, args, tuple(sorted(answering)))
+            frame = self._codec.encode_call(call_id, method, args, ranks=to, reply_ranks=tuple(sorted(answering)))
+            self._group.calls.send(frame)
         except CodecError:
             self._pending.withdraw(call_id)
             raise
-        for rank in sorted(to):
-            try:
-                self._ranks[rank].channel.send(frame)
-            except OSError:
-                self._fail(self._ranks[rank])
         return call_id, future
 
     def _read(self, entry: RankProcess) -> None:
@@ -153,8 +152,5 @@ class MultiprocExecutor(Executor):
                 self._pending.answer(entry.rank, self._codec.decode_reply(frame))
         except CodecError as error:
             self._pending.fail(f"{entry.label} sent an unreadable answer: {error}")
-        self._fail(entry)
-
-    def _fail(self, entry: RankProcess) -> None:
         if not self._is_shut_down:
             self._pending.fail(entry.end_of_process())

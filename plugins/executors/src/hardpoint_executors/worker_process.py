@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.interfaces.worker import Worker
-from hardpoint.ipc import Decoder, RpcCall, RpcCodec, RpcFailure, encode
+from hardpoint.ipc import Decoder, RingReader, RpcCall, RpcCodec, RpcFailure, encode
 from hardpoint.process import announce_stop, boot
 from hardpoint_executors.build import build_worker
 from hardpoint_executors.channel import Channel
@@ -22,6 +23,7 @@ def main(payload: bytes) -> int:
     start = Decoder[WorkerStart](WorkerStart).decode(payload)
     rank = start.config.parallel.rank
     channel = Channel.from_descriptor(start.channel_fd)
+    calls = RingReader(start.ring_fd, rank, start.config.parallel.world_size, channel.wait_for_bell)
     try:
         runtime = boot(start.plan, {ProcessRole.WORKER}, rank=rank, log_level=start.log_level)
         worker = build_worker(runtime, start.worker, start.config, start.attributes)
@@ -30,22 +32,24 @@ def main(payload: bytes) -> int:
         return 1
     channel.send(encode(WorkerReady(runtime.report())))
     try:
-        serve(worker, channel, rank)
+        serve(worker, calls.receive, channel.send, rank)
     except BrokenPipeError:
         return 1
     announce_stop(runtime)
     return 0
 
 
-def serve(worker: Worker, channel: Channel, rank: int) -> None:
+def serve(worker: Worker, receive: Callable[[], bytes | None], send: Callable[[bytes], None], rank: int) -> None:
     """Answer calls in order. Returns after ``shutdown``, or when the other end is gone. Raises ``OSError`` when an
     answer can no longer be delivered, ``CodecError`` for a frame that is no call at all."""
     codec = RpcCodec()
-    while (frame := channel.receive()) is not None:
+    while (frame := receive()) is not None:
         call = codec.decode_call(frame)
+        if call.ranks is not None and rank not in call.ranks:
+            continue
         reply = _answer(worker, codec, call, rank)
         if reply is not None:
-            channel.send(reply)
+            send(reply)
         if call.method == "shutdown":
             return
     worker.shutdown()
