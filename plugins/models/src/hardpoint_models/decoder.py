@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from hardpoint.interfaces.kv_cache import KVCacheSpec
-from hardpoint.interfaces.model import StageRange, WeightRule
+from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_torch_runtime.layers import LayerToolkit
@@ -139,7 +139,7 @@ class DecoderStack(torch.nn.Module):
 
 
 class DecoderModel(torch.nn.Module):
-    """Model of one pipeline stage. Between stages travels the sum of output and residual, [T, C]."""
+    """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C]."""
 
     def __init__(self, info: ModelInfo, config: DecoderConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
         super().__init__()
@@ -166,16 +166,18 @@ class DecoderModel(torch.nn.Module):
         self,
         token_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediates: torch.Tensor | None = None,
+        intermediates: Mapping[str, torch.Tensor] | None = None,
         embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        given = intermediates if intermediates is not None else embeddings
+    ) -> torch.Tensor | StageOutput:
+        given = embeddings if intermediates is None else intermediates["hidden"]
         if given is not None:
             # The stack writes into its input, and this one belongs to the caller.
-            return self.model(given.clone(), positions)
-        if token_ids is None:
+            hidden = self.model(given.clone(), positions)
+        elif token_ids is not None:
+            hidden = self.model(self.embed(token_ids), positions)
+        else:
             raise ValueError("one of token_ids, embeddings and intermediates must be given")
-        return self.model(self.embed(token_ids), positions)
+        return hidden if self.stage.has_head else StageOutput(intermediates={"hidden": hidden})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.lm_head is None:

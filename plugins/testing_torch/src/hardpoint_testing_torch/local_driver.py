@@ -15,7 +15,7 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from hardpoint.interfaces.kv_cache import AttentionSpec
-from hardpoint.interfaces.model import Model, ModelContext, StageRange
+from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.interfaces.plugin import NoOptions
@@ -121,33 +121,46 @@ class LocalDriver:
     @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, torch.Tensor]:
         """Feed each named sequence its next tokens, all in one step. Returns logits [tokens, V] per sequence."""
-        common = self._common(chunks, num_padding)
-        tokens = [token for chunk in chunks.values() for token in chunk]
-        positions = [
-            position
-            for name, chunk in chunks.items()
-            for position in range(self.num_computed(name) - len(chunk), self.num_computed(name))
-        ]
-        pad = [0] * num_padding
-        slots = torch.cat((common.slot_mapping, torch.full((num_padding,), -1)))
-        context = ForwardContext(
-            attention_metadata={
-                layer: metadata
-                for builder, layers in self._builders.values()
-                for metadata in (builder.build(common),)
-                for layer in layers
-            },
-            slot_mapping=dict.fromkeys(self._layers, slots),
-            kv_caches=self._caches,
-            num_tokens=len(tokens),
-        )
-        with set_forward_context(context):
-            hidden = self.model.forward(torch.tensor(tokens + pad), torch.tensor(positions + pad))
-        logits = self.model.logits(hidden[: len(tokens)])
+        output = self.run(chunks, num_padding=num_padding)
+        if isinstance(output, StageOutput):
+            raise TypeError("this stage has no head; use run() and hand its intermediates to the next stage")
+        logits = self.model.logits(output)
         return dict(zip(chunks, torch.split(logits, [len(chunk) for chunk in chunks.values()]), strict=True))
 
-    def _common(self, chunks: Mapping[str, Sequence[int]], num_padding: int) -> CommonAttentionMetadata:
-        del num_padding
+    @torch.inference_mode()
+    def run(
+        self,
+        chunks: Mapping[str, Sequence[int]],
+        *,
+        num_padding: int = 0,
+        intermediates: Mapping[str, torch.Tensor] | None = None,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor | StageOutput:
+        """What the model yields for a step: hidden states [T, C] without padding, or a stage's output as it is.
+
+        Inputs other than ids must come without padding.
+        """
+        common = self._common(chunks)
+        pad = [0] * num_padding
+        tokens = [token for chunk in chunks.values() for token in chunk] + pad
+        ends = {name: self.num_computed(name) for name in chunks}
+        positions = [
+            position for name, chunk in chunks.items() for position in range(ends[name] - len(chunk), ends[name])
+        ]
+        slots = torch.cat((common.slot_mapping, torch.full((num_padding,), -1)))
+        built = [(builder.build(common), layers) for builder, layers in self._builders.values()]
+        context = ForwardContext(
+            attention_metadata={layer: metadata for metadata, layers in built for layer in layers},
+            slot_mapping=dict.fromkeys(self._layers, slots),
+            kv_caches=self._caches,
+            num_tokens=common.num_tokens,
+        )
+        ids = torch.tensor(tokens) if intermediates is None and embeddings is None else None
+        with set_forward_context(context):
+            output = self.model.forward(ids, torch.tensor(positions + pad), intermediates, embeddings)
+        return output if isinstance(output, StageOutput) else output[: common.num_tokens]
+
+    def _common(self, chunks: Mapping[str, Sequence[int]]) -> CommonAttentionMetadata:
         slots: list[int] = []
         for name, chunk in chunks.items():
             slots += self._grow(self._sequences.setdefault(name, _Sequence()), len(chunk))

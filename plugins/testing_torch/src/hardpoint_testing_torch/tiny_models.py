@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def make_tiny_model(
     hf_config = model_class.config_class(**{**TINY_SIZES, **config})
     hf_config.architectures = [architecture]
     torch.manual_seed(seed)
-    oracle = model_class(hf_config).to(dtype).float().eval()
+    oracle = model_class(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
@@ -88,8 +89,8 @@ def make_tiny_model(
             else:
                 parameter.copy_(1 + noise * 0.2)
             parameter.copy_(parameter.to(dtype).float())
-    oracle.to(dtype).save_pretrained(folder, safe_serialization=True)
-    oracle.float()
+    # A copy is narrowed: the oracle's own tables (rotary frequencies) must keep float32.
+    copy.deepcopy(oracle).to(dtype).save_pretrained(folder)
     return TinyModel(oracle, folder, model_info(folder, architecture))
 
 

@@ -110,7 +110,7 @@ class ReferenceMetadata:
 
 
 class ReferenceMetadataBuilder(AttentionMetadataBuilder):
-    """Takes any batch order. Planning reads the host copies only; nothing waits for the device."""
+    """Takes any batch order. With exact host copies, building reads nothing else and does not wait for the device."""
 
     graph_support = GraphSupport.NEVER
     reorder_threshold = None
@@ -122,9 +122,11 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> ReferenceMetadata:
         del fast
         num_rows = common.num_rows
+        # Planning needs true lengths; where the host has bounds only, this backend waits for the device.
+        seq_lens = common.seq_lens_cpu if common.seq_lens_is_exact else common.seq_lens.cpu().numpy()
         batch = Batch(
             starts=common.query_start_loc_cpu[: num_rows + 1].astype(np.int64),
-            seq_lens=common.seq_lens_cpu[:num_rows].astype(np.int64),
+            seq_lens=seq_lens[:num_rows].astype(np.int64),
             block_size=common.block_size,
         )
         return ReferenceMetadata(batch, common.block_table, common.causal, self._workspace)

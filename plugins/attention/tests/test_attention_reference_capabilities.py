@@ -1,0 +1,105 @@
+"""What the reference backend accepts, as a table (R5.12, R5.16), and its manifest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint.interfaces.attention import AttentionKind, AttentionNeed, GraphSupport, KVWriteMode
+from hardpoint.interfaces.kv_cache import FullAttentionSpec
+from hardpoint.interfaces.platform import DeviceDescription
+from hardpoint.interfaces.plugin import NoOptions, PluginContext, ProbeStatus, declaration_of
+from hardpoint_attention.reference import ReferenceBackend, create
+
+CPU = DeviceDescription(device_type="cpu", name="cpu")
+CUDA = DeviceDescription(device_type="cuda", name="gpu", capability=(9, 0))
+
+
+def need(**changes: Any) -> AttentionNeed:
+    given: dict[str, Any] = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "device": CPU,
+    }
+    return AttentionNeed(**{**given, **changes})
+
+
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 7},
+    {"logits_soft_cap": 30.0},
+    {"uses_sinks": True},
+    {"uses_alibi": True},
+]
+ACCEPTED = [
+    {"dtype": dtype, "kv_cache_dtype": stored, "head_size": head_size, "device": device, **feature}
+    for dtype, stored, head_size, device, feature in itertools.product(
+        ("float32", "bfloat16", "float16"),
+        ("auto", "float32", "bfloat16"),
+        (8, 80, 256),
+        (CPU, CUDA),
+        FEATURES,
+    )
+]
+
+
+@pytest.mark.parametrize("changes", ACCEPTED, ids=lambda changes: "-".join(map(str, changes.values()))[:70])
+def test_accepted(changes: dict[str, Any]) -> None:
+    assert ReferenceBackend().refuse(need(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float64"}, "dtype float64"),
+        ({"kv_cache_dtype": "float8_e4m3fn"}, "KV cache dtype float8_e4m3fn"),
+        ({"kind": AttentionKind.ENCODER_DECODER}, "encoder_decoder"),
+        ({"num_heads": 5}, "5 query heads"),
+        ({"uses_mla": True}, "MLA"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"uses_alibi": True, "kind": AttentionKind.ENCODER_ONLY}, "ALiBi"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+    answer = ReferenceBackend().refuse(need(**changes))
+    assert answer is not None
+    assert reason in answer
+
+
+def test_declarations() -> None:
+    backend = ReferenceBackend()
+    assert backend.block_sizes(need()).accepts(1)
+    assert backend.block_sizes(need()).accepts(48)
+    assert backend.kv_write_mode is KVWriteMode.SEPARATE
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    builder = backend.create_builder(spec, ["a"], 4, 16, torch.device("cpu"))
+    assert builder.graph_support is GraphSupport.NEVER
+    assert builder.reorder_threshold is None
+
+
+def test_the_factory_and_its_probe() -> None:
+    declaration = declaration_of(create)
+    assert declaration is not None
+    assert declaration.kind == "attention_backend"
+    assert declaration.probe is not None
+    assert declaration.probe().status is ProbeStatus.AVAILABLE
+    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
+    assert create(context, NoOptions()).name == "torch_reference"
+
+
+def test_the_manifest_says_what_the_code_says() -> None:
+    text = resources.files("hardpoint_attention").joinpath("hardpoint.json").read_text(encoding="utf-8")
+    entry = json.loads(text)["plugins"]["attention_backend"]["torch_reference"]
+    declaration = declaration_of(create)
+    assert declaration is not None
+    assert entry["options"] == declaration.options.model_json_schema()
+    assert entry["capabilities"] == declaration.capabilities
