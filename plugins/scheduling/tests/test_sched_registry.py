@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,19 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hardpoint_scheduling
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     AttentionSpec,
     FullAttentionSpec,
+    HashContext,
     KVCacheSpec,
     KVSpecRegistration,
     NoOptions,
     PluginContext,
+    SchedulerContext,
 )
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager, create
+from hardpoint_scheduling.kv_cache.hashing import create_sha256
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry, load_registry
-from sched_support import spec
+from hardpoint_scheduling.schedulers.fcfs import FcfsScheduler
+from hardpoint_scheduling.schedulers.fcfs import create as create_scheduler
+from sched_support import kv_config, limits, spec
 
 
 class Compressed(FullAttentionSpec, frozen=True, kw_only=True):
@@ -48,9 +55,13 @@ class FakePlugins:
 
     def __init__(self, **registrations: KVSpecRegistration) -> None:
         self.registrations = registrations
+        self.asked: list[tuple[str, str]] = []
 
     def create(self, kind: str, name: str, context: PluginContext) -> Any:
-        assert kind == "kv_cache_spec"
+        self.asked.append((kind, name))
+        if kind == "hash":
+            assert isinstance(context, HashContext)
+            return create_sha256(context, NoOptions())
         return self.registrations[name]
 
     def names(self, kind: str) -> tuple[str, ...]:
@@ -159,6 +170,36 @@ def test_a_stranger_adds_a_spec_and_its_manager_through_the_plugin() -> None:
     assert registry.manager_for(State) is StateManager
     assert registry.classes() == {"full_attention": FullAttentionSpec, "state": State}
     assert load_registry(None, ["state"]).registration_for(State) is None
+
+
+def test_a_pinned_replacement_of_a_first_party_spec_wins() -> None:
+    access = FakePlugins(full_attention=KVSpecRegistration(FullAttentionSpec, StateManager))
+    assert load_registry(access, ["full_attention"]).manager_for(FullAttentionSpec) is StateManager
+
+
+def test_the_scheduler_gets_managers_and_hash_through_plugin_access() -> None:
+    access = FakePlugins(full_attention=KVSpecRegistration(FullAttentionSpec, StateManager))
+    context = SchedulerContext(
+        name="fcfs",
+        api_version=1,
+        roles=frozenset({ProcessRole.ENGINE}),
+        plugins=access,
+        limits=limits(),
+        kv_cache=kv_config(9),
+    )
+    scheduler = create_scheduler(context, NoOptions())
+    assert isinstance(scheduler, FcfsScheduler)
+    assert type(scheduler._state.kv._groups[0].manager) is StateManager
+    assert access.asked == [("kv_cache_spec", "full_attention"), ("hash", "sha256")]
+
+
+def test_page_bytes_are_computed_in_the_spec_only() -> None:
+    """P1.3: no source file here knows what a page is made of."""
+    root = Path(hardpoint_scheduling.__file__).parent
+    for path in root.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for word in ("head_size", "num_kv_heads", "content_bytes", "states_per_block", "DTYPE_BYTES"):
+            assert word not in text, f"{path.name} uses {word}"
 
 
 def _subclass(name: str, parent: type[KVCacheSpec]) -> type[KVCacheSpec]:

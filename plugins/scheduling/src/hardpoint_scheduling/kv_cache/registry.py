@@ -107,15 +107,17 @@ class SpecRegistry:
 
 
 def load_registry(plugins: PluginAccess | None, kinds: Iterable[str]) -> SpecRegistry:
-    """The built-in registrations plus those of the ``kv_cache_spec`` plugins named ``kinds``.
+    """The registrations of the ``kv_cache_spec`` plugins named ``kinds``.
 
-    ``plugins`` None (a scheduler used as a library) leaves the built-ins only. Raises the plugin errors of
-    ``PluginAccess.create``.
+    With plugin access nothing is built in: this distribution's own specs come through their entry points like anyone
+    else's, so a pinned replacement wins. Without it (a scheduler used as a library) the built-ins serve. Raises the
+    plugin errors of ``PluginAccess.create``.
     """
-    registry = SpecRegistry()
-    if plugins is not None:
-        for kind in sorted(set(kinds)):
-            registry.register(plugins.create("kv_cache_spec", kind, plugins.context("kv_cache_spec", kind)))
+    if plugins is None:
+        return SpecRegistry()
+    registry = SpecRegistry(builtins=lambda: ())
+    for kind in sorted(set(kinds)):
+        registry.register(plugins.create("kv_cache_spec", kind, plugins.context("kv_cache_spec", kind)))
     return registry
 
 
