@@ -18,9 +18,8 @@ from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
-from hardpoint.interfaces.plugin import NoOptions
+from hardpoint.interfaces.plugin import NoOptions, ProcessRole
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint.roles import ProcessRole
 from hardpoint_torch_runtime import ForwardContext, LayerToolkit, load_weights, set_forward_context
 
 __all__ = ["LocalDriver", "ModelFactory", "build_model", "worker_config"]
