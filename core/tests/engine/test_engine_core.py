@@ -232,7 +232,7 @@ def test_a_request_the_scheduler_lost_still_ends() -> None:
     forgetful = Forgetful(SchedulerLimits(**LIMITS), num_blocks=64, block_size=4)
     core = EngineCore(forgetful, core.executor)
     core.add(request("a"))
-    assert ends(run(core)) == {"a": [FinishReason.ERROR]}
+    assert ends([*run(core), *outputs_of(core)]) == {"a": [FinishReason.ERROR]}
     assert core.dead_reason is None
 
 
@@ -242,6 +242,7 @@ def test_unbalanced_books_end_the_engine() -> None:
     assert isinstance(core.scheduler, FakeScheduler)
     core.scheduler.free_blocks.pop()
     run(core)
+    core.step()
     assert "do not add up" in (core.dead_reason or "")
 
 
@@ -336,7 +337,7 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.core.dead_reason is None:
             self.core.utility("set_pause", ["none"])
-        self.seen += run(self.core)
+        self.seen += [*run(self.core), *outputs_of(self.core)]
         assert ends(self.seen).keys() == set(self.names)
         assert all(len(reasons) == 1 for reasons in ends(self.seen).values())
         stats = self.core.scheduler.stats()

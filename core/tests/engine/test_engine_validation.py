@@ -269,3 +269,10 @@ def test_a_clients_own_id_is_never_the_engines(processor: InputProcessor) -> Non
     ids = {processor.process(Prompt(text="a"), SamplingParams(), options).request_id for _ in range(50)}
     assert len(ids) == 50
     assert "mine" not in ids
+
+
+def test_a_model_that_does_not_generate_says_what_it_does() -> None:
+    """R2.6: before any tokenizing."""
+    processor = InputProcessor(FakeTokenizer(), LIMITS, tasks=("embed", "score"))
+    with pytest.raises(InvalidRequestError, match="embed, score"):
+        processor.process(Prompt(text="a"), SamplingParams())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hardpoint.engine.clients import ProcessClient
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.launching import launch_model
 from hardpoint.engine.output_processor import OutputProcessor
+from hardpoint.engine.process_client import ProcessClient
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.stats import StatFanout
 from hardpoint.engine.validation import validate_batch
@@ -46,6 +46,10 @@ class AsyncLLM:
     ) -> None:
         self.client = client
         self.stats_fanout = stats or StatFanout({})
+        self.model_name: str = frontend.model_name
+        self.limits: ModelLimits = frontend.limits
+        self.tokenizer: Tokenizer = frontend.tokenizer
+        self.render_chat = frontend.render_chat
         self._frontend = frontend
         self._max_unfinished = max_unfinished
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
@@ -71,18 +75,6 @@ class AsyncLLM:
         stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
         client = await ProcessClient.launch(spec)
         return cls(client, frontend, max_unfinished=spec.max_unfinished, stats=stats)
-
-    @property
-    def model_name(self) -> str:
-        return self._frontend.model_name
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self._frontend.limits
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._frontend.tokenizer
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -125,17 +117,6 @@ class AsyncLLM:
 
     def check_batch(self, num_prompts: int, n: int) -> None:
         validate_batch(num_prompts, n, self.limits)
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template_arguments: dict[str, Any] | None = None,
-    ) -> Prompt:
-        return self._frontend.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
-        )
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None

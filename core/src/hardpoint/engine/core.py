@@ -83,7 +83,7 @@ class EngineCore:
         """Whether :meth:`step` would do something now; False while paused or idle."""
         if self.dead_reason is not None or self._lost_worker is not None:
             return bool(self._outbox) or self.dead_reason is None
-        return bool(self._outbox) or self._pipeline.has_work() or self._needs_check
+        return bool(self._outbox) or self._pipeline.has_work()
 
     def next_deadline(self) -> float | None:
         """Absolute seconds of the earliest deadline, possibly of a request that ended already."""
@@ -134,8 +134,9 @@ class EngineCore:
         self.is_draining = True
 
     def step(self) -> dict[int, EngineOutputs]:
-        """Advance by one step. Returns one frame per client that has news; never raises for a failed step.
+        """Advance by one step, or check the books if there is none to take. Never raises for a failed step.
 
+        Returns one frame per client that has news.
         :attr:`made_progress` tells afterwards whether anything moved; if not, there is no use in calling at once again.
         """
         if self._lost_worker is not None:

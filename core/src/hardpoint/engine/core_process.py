@@ -160,11 +160,11 @@ class EngineServer:
 
     def run(self) -> int:
         """Until shut down or dead; returns the exit code."""
-        fatal: str | None = None
-        while fatal is None and not self._is_done():
-            fatal = self._receive()
-            self._advance()
-            fatal = fatal or self._core.dead_reason
+        try:
+            fatal = self._loop()
+        except Exception as error:
+            _logger.exception("the engine's loop failed")
+            fatal = f"{type(error).__name__}: {error}"
         self._core.begin_drain()
         self._core.abort_all()
         self._send_frames(self._core.take_frames())
@@ -172,6 +172,15 @@ class EngineServer:
             self._sockets.send_all(wire.Dead(fatal))
         self._core.shutdown()
         return 0 if fatal is None else 1
+
+    def _loop(self) -> str | None:
+        """Returns why the engine is dead, None after a shutdown."""
+        fatal: str | None = None
+        while fatal is None and not self._is_done():
+            fatal = self._receive()
+            self._advance()
+            fatal = fatal or self._core.dead_reason
+        return fatal
 
     def _is_done(self) -> bool:
         """Whether a shutdown was asked for and nothing is left to wait for."""
@@ -193,7 +202,7 @@ class EngineServer:
     def _receive(self) -> str | None:
         """Handle what has come; wait for something only when there is nothing to compute. Returns a fatal reason."""
         try:
-            message = self._inbox.get(timeout=self._wait_s()) if self._wait_s() else self._inbox.get_nowait()
+            message = self._inbox.get(timeout=self._wait_s())
             while True:
                 if isinstance(message, _Wake):
                     if message.fatal is not None:

@@ -43,7 +43,7 @@ class Frontend:
         self.limits = limits
         self.model_name = model_name
         self.tasks = tasks
-        self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids)
+        self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids, tasks=tasks)
         self._template = chat_template or tokenizer.chat_template
         self._make_renderer = renderer or _chat_renderer
         self._renderer: Renderer | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hardpoint.engine.validation import validate_options, validate_prompt, validate_sampling, validate_token_ids
+from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import EngineRequest, Int32Array, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
@@ -40,17 +41,24 @@ class InputProcessor:
         limits: ModelLimits,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        tasks: tuple[str, ...] = ("generate",),
         client_index: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._tasks = tasks
         self._client_index = client_index
         self._clock = clock
 
     def tokenize(self, prompt: Prompt) -> Int32Array:
         """Checked prompt ids. Safe on any thread, so that long texts need not hold up an event loop."""
+        if "generate" not in self._tasks:
+            offered = ", ".join(self._tasks) or "nothing"
+            raise InvalidRequestError(
+                f"this model does not generate text; it serves {offered}", code="unsupported_task"
+            )
         validate_prompt(prompt, self._limits)
         ids = prompt.token_ids
         if prompt.text is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,16 +12,15 @@ import msgspec
 
 from hardpoint.config import AppConfig
 from hardpoint.engine.build import build_engine
-from hardpoint.engine.clients import InprocClient
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.input_processor import ProcessedRequest
 from hardpoint.engine.launching import Launcher, launch_config, launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.output_state import RequestState
-from hardpoint.errors import InvalidRequestError
+from hardpoint.errors import EngineDeadError, InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
-from hardpoint.interfaces.request import OutputKind, SamplingParams
+from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.process import announce_stop
 from hardpoint.roles import ProcessRole
@@ -61,7 +61,7 @@ class LLM:
     def _assemble(
         self, core: EngineCore, frontend: Frontend, max_unfinished: int | None, on_stop: Callable[[], None]
     ) -> None:
-        self._client = InprocClient(core)
+        self.core = core
         self._frontend = frontend
         self._max_unfinished = max_unfinished
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
@@ -74,10 +74,6 @@ class LLM:
     @property
     def limits(self) -> ModelLimits:
         return self._frontend.limits
-
-    @property
-    def core(self) -> EngineCore:
-        return self._client.core
 
     def generate(
         self,
@@ -143,7 +139,7 @@ class LLM:
         """Stop the workers. Idempotent."""
         if self._on_stop is not None:
             on_stop, self._on_stop = self._on_stop, None
-            self._client.shutdown()
+            self.core.shutdown()
             on_stop()
 
     def __enter__(self) -> LLM:
@@ -190,12 +186,20 @@ class LLM:
         try:
             while backlog or self._outputs.num_sequences:
                 self._feed(backlog, states)
-                for frame in self._client.step():
-                    self._client.abort(self._outputs.process(frame))
+                for frame in self._step():
+                    self.core.abort(self._outputs.process(frame))
                 yield
         except BaseException:
-            self._client.abort([name for state in states for name in self._outputs.abort(state.processed.request_id)])
+            self.core.abort([name for state in states for name in self._outputs.abort(state.processed.request_id)])
             raise
+
+    def _step(self) -> list[EngineOutputs]:
+        frames = list(self.core.step().values())
+        if self.core.dead_reason is not None:
+            raise EngineDeadError(self.core.dead_reason)
+        if not self.core.made_progress:
+            time.sleep(0.001)  # Nothing can be computed now: what is waited for comes from elsewhere.
+        return frames
 
     def _feed(self, backlog: deque[ProcessedRequest], states: list[RequestState]) -> None:
         """Hand over what the waiting queue takes: an offline batch may be longer than a server's queue."""
@@ -206,7 +210,8 @@ class LLM:
             if limit is not None and busy and busy + count > limit:
                 return
             one = backlog.popleft()
-            self._client.add(one.requests)
+            for request in one.requests:
+                self.core.add(request)
             states.append(self._outputs.add(one))
 
 

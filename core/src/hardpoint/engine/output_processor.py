@@ -117,6 +117,8 @@ class OutputProcessor:
             self._end_sequence(sequence, "the output could not be decoded")
             return
         state.first_scheduled = state.first_scheduled or output.first_scheduled_time
+        state.pooled = output.pooled if output.pooled is not None else state.pooled
+        state.extensions.update(output.extensions)
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.error is not None:
             state.error = output.error

@@ -8,6 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.input_processor import ProcessedRequest
@@ -130,6 +133,8 @@ class RequestState:
         self.failure: HardpointError | None = None
         self.error: str | None = None
         self.num_cached_tokens = 0
+        self.pooled: np.ndarray | None = None
+        self.extensions: dict[str, Any] = {}
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -173,8 +178,10 @@ class RequestState:
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=tuple(self.prompt_logprobs) if wanted else None,
-            metrics=self.metrics(),
+            metrics=self.metrics() if self.finished else None,
             error=self.error,
+            pooled=self.pooled,
+            extensions=self.extensions,
         )
 
     def metrics(self) -> RequestMetrics:

@@ -1,4 +1,4 @@
-"""Two ways to reach an engine core: in this process, and as a supervised child process."""
+"""The front end's side of an engine process: its sockets, its calls and its life."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import zmq.asyncio
 
 import hardpoint.errors
 from hardpoint.engine import messages as wire
-from hardpoint.engine.core import EngineCore
 from hardpoint.engine.core_process import ENTRY, EnginePayload
 from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
@@ -24,41 +23,13 @@ from hardpoint.interfaces.request import EngineOutputs, EngineRequest
 from hardpoint.ipc import CodecError, Decoder, create_runtime_dir, encode, private_ipc_address
 from hardpoint.process import ChildProcess, describe_exit, spawn
 
-__all__ = ["InprocClient", "ProcessClient"]
+__all__ = ["ProcessClient"]
 
 _logger = logging.getLogger("hardpoint.engine")
 LAST_WORDS_S = 0.1
 """After a child's exit: time for frames it had sent to arrive."""
-
-
 KILL_AFTER_S = 5.0
 """What a child gets to end after it was told to."""
-
-
-class InprocClient:
-    """Drives an engine core from the caller's own thread. Single owner, not thread-safe."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-
-    def add(self, requests: Sequence[EngineRequest]) -> None:
-        for request in requests:
-            self.core.add(request)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self.core.abort(request_ids)
-
-    def step(self) -> list[EngineOutputs]:
-        """One step's frames. Waits a moment when the engine can do nothing now. Raises ``EngineDeadError``."""
-        frames = list(self.core.step().values())
-        if self.core.dead_reason is not None:
-            raise EngineDeadError(self.core.dead_reason)
-        if not self.core.made_progress:
-            time.sleep(0.001)
-        return frames
-
-    def shutdown(self) -> None:
-        self.core.shutdown()
 
 
 class ProcessClient:
@@ -92,6 +63,7 @@ class ProcessClient:
         self._sender.connect(input_address)
         self._decoder = Decoder[wire.FromEngine](wire.FromEngine)
         self._reader = self._loop.create_task(self._receive(), name="engine-frames")
+        self._reader.add_done_callback(self._reader_ended)
         child.on_exit(self._on_exit)
 
     @classmethod
@@ -195,6 +167,10 @@ class ProcessClient:
             except Exception:
                 # A dead reader would let every request hang: nothing a frame causes may end it.
                 _logger.exception("handling a frame from the engine failed")
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled():
+            self._die(f"receiving from the engine failed: {reader.exception()}")
 
     def _handle(self, message: wire.FromEngine) -> None:
         self._last_sign = time.monotonic()
