@@ -103,3 +103,33 @@ async def serve() -> AsyncIterator[Callable[..., Any]]:
 async def served(serve: Callable[..., Any]) -> Served:
     served: Served = await serve(FakeEngineClient())
     return served
+
+
+@dataclass
+class InProcess:
+    """No socket: requests go straight to the application. Quick enough for large corpora."""
+
+    client: FakeEngineClient
+    engines: Engines
+    http: httpx.AsyncClient
+
+
+@pytest.fixture
+async def make_in_process() -> AsyncIterator[Callable[..., InProcess]]:
+    opened = []
+
+    def make(client: FakeEngineClient | None = None, **settings: Any) -> InProcess:
+        client = client or FakeEngineClient()
+        app, engines = build_app(client, **settings)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        opened.append(http)
+        return InProcess(client, engines, http)
+
+    yield make
+    for http in opened:
+        await http.aclose()
+
+
+@pytest.fixture
+async def in_process(make_in_process: Callable[..., InProcess]) -> InProcess:
+    return make_in_process()

@@ -42,7 +42,7 @@ def _describe(text: str) -> InvalidRequestError:
     message = text[: path.start()] if path else text
     unknown = _UNKNOWN.search(message)
     if unknown:
-        name = unknown[1][:64]
+        name = f"{field}.{unknown[1]}"[:64] if field else unknown[1][:64]
         return InvalidRequestError(f"unknown field {name!r}", param=name, code="unknown_field")
     missing = _MISSING.search(message)
     if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -26,9 +28,11 @@ from hardpoint_serving.openai.translate import (
     chat_sampling,
     completion_prompts,
     completion_sampling,
+    in_request_terms,
     refuse_unsupported,
     request_options,
     template_arguments,
+    text_of,
 )
 from hardpoint_serving.outputs import ClientGone, Numbered, OutputStream, watch_client
 from hardpoint_serving.sse import EventStream
@@ -37,6 +41,7 @@ __all__ = ["OpenAIEndpoint", "OpenAIOptions", "create"]
 
 _CLIENT_CLOSED_REQUEST = 499
 _MAX_EXTERNAL_ID = 128
+_RENDER_OFF_LOOP_CHARS = 4096
 
 
 class OpenAIOptions(BaseModel):
@@ -86,13 +91,8 @@ class OpenAIEndpoint(Endpoint):
     async def chat(self, request: Request) -> Response:
         body = await decode_body(request, ChatRequest)
         client, params, options = self._admit(request, body, chat_sampling)
-        prompt = client.render_chat(
-            chat_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_arguments=template_arguments(body, self._options.template_arguments),
-        )
-        prompt = _with_salt(prompt, body)
         client.check_batch(1, params.n)
+        prompt = _with_salt(await self._render(client, body), body)
         identity = Identity.new("chatcmpl", client.model_name, _fingerprint(client))
         stream = OutputStream([client.generate(prompt, params, options)])
         return await self._answer(
@@ -102,6 +102,18 @@ class OpenAIEndpoint(Endpoint):
             frames=lambda: chat_frames(body, identity, stream),
             whole=lambda outputs: chat_completion(body, identity, outputs),
         )
+
+    async def _render(self, client: EngineClient, body: ChatRequest) -> Prompt:
+        messages = chat_messages(body.messages)
+        render = functools.partial(
+            client.render_chat,
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_arguments=template_arguments(body, self._options.template_arguments),
+        )
+        # Templates and tokenizers take time in proportion to the text: a long one must not hold up other streams.
+        size = sum(len(text_of(message)) for message in body.messages)
+        return await asyncio.to_thread(render) if size > _RENDER_OFF_LOOP_CHARS else render()
 
     async def complete(self, request: Request) -> Response:
         body = await decode_body(request, CompletionRequest)
@@ -149,6 +161,8 @@ class OpenAIEndpoint(Endpoint):
                 error_body=self.error_body,
                 keepalive_s=self._options.keepalive_s,
             )
+        except InvalidRequestError as error:
+            raise in_request_terms(error, body) from None
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:

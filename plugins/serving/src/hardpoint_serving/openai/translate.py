@@ -21,9 +21,11 @@ __all__ = [
     "chat_sampling",
     "completion_prompts",
     "completion_sampling",
+    "in_request_terms",
     "refuse_unsupported",
     "request_options",
     "template_arguments",
+    "text_of",
 ]
 
 _COMPLETION_MAX_TOKENS = 16
@@ -120,6 +122,20 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
     )
 
 
+def in_request_terms(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
+    """The engine's refusal with the names of the fields the client sent."""
+    names = {"timeout_s": "timeout"}
+    if isinstance(request, ChatRequest):
+        names["prompt"] = "messages"
+        if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    theirs = names.get(error.param or "")
+    if theirs is None or error.param is None:
+        return error
+    message = str(error) if theirs == "messages" else str(error).replace(error.param, theirs)
+    return InvalidRequestError(message, param=theirs, code=error.code, status=error.status)
+
+
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Plain dictionaries for the renderer. Raises ``InvalidRequestError`` for no messages and for other than text."""
     if not messages:
@@ -133,6 +149,13 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if part.text is None:
                 raise InvalidRequestError("a text part has no text", param="messages", code="invalid_value")
     return [_message(message) for message in messages]
+
+
+def text_of(message: Message) -> str:
+    """All text of a message, for measuring."""
+    if isinstance(message.content, list):
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""
 
 
 def _message(message: Message) -> dict[str, Any]:
