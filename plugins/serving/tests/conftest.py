@@ -37,11 +37,15 @@ class Served:
 
     async def settled(self) -> None:
         """Wait until no generation runs."""
+        await self.running(0)
+
+    async def running(self, count: int) -> None:
+        """Wait until exactly ``count`` generations run; 2 s at most (the limit for a disconnect)."""
         for _ in range(200):
-            if self.client.num_running == 0:
+            if self.client.num_running == count:
                 return
             await asyncio.sleep(0.01)
-        raise TimeoutError(f"{self.client.num_running} generations still run")
+        raise TimeoutError(f"{self.client.num_running} generations run, not {count}")
 
 
 def build_app(
