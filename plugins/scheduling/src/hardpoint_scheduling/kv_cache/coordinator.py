@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockHash, KVCacheConfig, KVCacheManager, KVCacheSpec, spec_from_wire
+from hardpoint.interfaces import BlockHash, Int32Array, KVCacheConfig, KVCacheManager, KVCacheSpec, spec_from_wire
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
@@ -87,10 +89,14 @@ class KVCoordinator:
 
     def covered(self, num_tokens: int) -> int:
         """Tokens that fit without a further allocation once ``num_tokens`` are covered."""
-        if len(self._groups) == 1:
-            size = self._groups[0].block_size
-            return -(-num_tokens // size) * size
         return min((-(-num_tokens // g.block_size) * g.block_size for g in self._groups), default=UNLIMITED_TOKENS)
+
+    def covered_all(self, num_tokens: Int32Array) -> Int32Array:
+        """:meth:`covered` for many lengths at once, int32."""
+        room = np.full(len(num_tokens), UNLIMITED_TOKENS, dtype=np.int32)
+        for group in self._groups:
+            np.minimum(room, -(-num_tokens // group.block_size) * group.block_size, out=room)
+        return room
 
     def end_with_lookahead(self, end: int, lookahead: int) -> int:
         """Where an allocation up to ``end`` stops. Lookahead is a wish: it never asks for more than the pool holds."""
@@ -136,8 +142,8 @@ class KVCoordinator:
         """Cover ``num_tokens`` of a request that holds blocks. Returns the new ids, None when they are not there."""
         groups = self._groups
         if len(groups) == 1:
-            manager = groups[0].manager
-            if manager.blocks_needed(request_id, num_tokens, 0) > self.pool.num_free:
+            manager, num_free = groups[0].manager, self.pool.num_free
+            if manager.blocks_needed(request_id, num_tokens, 0) > num_free:
                 return None
             return (manager.allocate(request_id, num_tokens),)
         if self._needed(request_id, num_tokens, ((),) * len(groups)) > self.pool.num_free:

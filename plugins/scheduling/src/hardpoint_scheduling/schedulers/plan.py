@@ -15,12 +15,12 @@ from hardpoint_scheduling.schedulers.slots import SlotTable
 EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlocks:
-    """Blocks that the running request at ``position`` of the running list got in this step."""
+@dataclass(slots=True)
+class GrownRows:
+    """Blocks that running requests got in this step: row ``positions[i]`` of the running list got ``blocks[i]``."""
 
-    position: int
-    blocks: Blocks
+    positions: list[int] = field(default_factory=list)
+    blocks: list[Blocks] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class StepPlan:
         slots: Int32Array,
         computed: Int32Array,
         counts: Int32Array,
-        grown: Sequence[NewBlocks],
+        grown: GrownRows,
     ) -> None:
         """Adopt the running loop's result. Arrays run over ``requests``; rows with a count of 0 are left out."""
         keep = counts > 0
@@ -81,7 +81,7 @@ class StepPlan:
         """The finished record. Leaves all state as it is."""
         slots, computed, counts, updates = self.slots, self.computed, self.counts, self.updates
         if not updates:
-            updates = _block_updates(0, self.num_groups, ())
+            updates = _block_updates(0, self.num_groups, GrownRows())
         if self.admitted:
             slots = np.concatenate([slots, _int32([row.slot for row in self.new_rows])])
             computed = np.concatenate([computed, _int32(self.admitted_computed)])
@@ -110,14 +110,13 @@ def _int32(values: Sequence[int]) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
-def _block_updates(num_rows: int, num_groups: int, grown: Sequence[NewBlocks]) -> tuple[BlockUpdate, ...]:
+def _block_updates(num_rows: int, num_groups: int, grown: GrownRows) -> tuple[BlockUpdate, ...]:
     updates = []
-    positions = [entry.position for entry in grown]
     for group in range(num_groups):
         counts = np.zeros(num_rows, dtype=np.int32)
         ids: Int32Array = EMPTY
-        if grown:
-            counts[positions] = [len(entry.blocks[group]) for entry in grown]
-            ids = _int32([block for entry in grown for block in entry.blocks[group]])
+        if grown.positions:
+            counts[grown.positions] = [len(blocks[group]) for blocks in grown.blocks]
+            ids = _int32([block for blocks in grown.blocks for block in blocks[group]])
         updates.append(BlockUpdate(counts, ids))
     return tuple(updates)

@@ -8,7 +8,7 @@ import numpy as np
 
 from hardpoint.interfaces import Int32Array
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
-from hardpoint_scheduling.schedulers.plan import NewBlocks, StepPlan
+from hardpoint_scheduling.schedulers.plan import GrownRows, StepPlan
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.state import SchedulerState
 
@@ -21,7 +21,7 @@ class _Pass:
     slots: Int32Array
     computed: Int32Array
     counts: Int32Array
-    grown: list[NewBlocks]
+    grown: GrownRows
 
 
 class RunningLoop:
@@ -41,7 +41,9 @@ class RunningLoop:
         if not running.requests or plan.budget <= 0:
             return False
         preempted = False
-        work = _Pass(running.requests, running.slots, state.table.computed[running.slots], _zeros(len(running)), [])
+        work = _Pass(
+            running.requests, running.slots, state.table.computed[running.slots], _zeros(len(running)), GrownRows()
+        )
         start = 0
         while start < len(work.requests):
             self._distribute(work, start, plan)
@@ -81,19 +83,25 @@ class RunningLoop:
         if state.extensions.lookahead:
             ends = self._with_lookahead(work, start, ends)
         outgrown = np.flatnonzero((ends > table.capacity[work.slots[start:]]) & (work.counts[start:] > 0))
-        grow, covered, capacity, requests = state.kv.grow, state.kv.covered, table.capacity, work.requests
-        for offset in outgrown.tolist():
-            position = start + offset
+        if not len(outgrown):
+            return None
+        grow, requests, notify = state.kv.grow, work.requests, state.extensions.allocation
+        short: int | None = None
+        done = 0
+        for position, end in zip((outgrown + start).tolist(), ends[outgrown].tolist(), strict=True):
             request = requests[position]
-            end = int(ends[offset])
             blocks = grow(request.request_id, end)
             if blocks is None:
-                return position
-            capacity[request.slot] = covered(end)
-            work.grown.append(NewBlocks(position, blocks))
-            if state.extensions.allocation:
+                short = position
+                break
+            done += 1
+            work.grown.positions.append(position)
+            work.grown.blocks.append(blocks)
+            if notify:
                 state.extensions.after_allocation(request, blocks, 0)
-        return None
+        grown = outgrown[:done]
+        table.capacity[work.slots[start:][grown]] = state.kv.covered_all(ends[grown])
+        return short
 
     def _with_lookahead(self, work: _Pass, start: int, ends: Int32Array) -> Int32Array:
         host, kv = self._state.extensions, self._state.kv
