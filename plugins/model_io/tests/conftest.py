@@ -70,7 +70,7 @@ def write_gguf(
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
 ) -> Path:
-    """``metadata`` under the architecture's prefix, ``vocabulary`` under ``tokenizer.``; ``types`` quantizes by name."""
+    """``metadata`` under the architecture's prefix, ``vocabulary`` under ``tokenizer.``; ``types`` quantizes."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (LLAMA_METADATA if metadata is None else metadata).items():
         _add_value(writer, f"{architecture}.{key}", value)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream as LibraryStream
@@ -81,19 +82,30 @@ class RecoveringStream:
     beyond 32 bits) give no text; everything else propagates. Priming ids are checked against the vocabulary.
     """
 
-    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        start: Callable[..., Any] = LibraryStream,
+    ) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
+        self._start = start
         known = [token_id for token_id in prompt_ids[-_PRIMING_TOKENS:] if backend.id_to_token(token_id) is not None]
-        self._stream = LibraryStream(ids=known, skip_special_tokens=skip_special_tokens)
+        self._stream = start(ids=known, skip_special_tokens=skip_special_tokens)
 
     def step(self, token_id: int) -> str | None:
         try:
-            return self._stream.step(self._backend, token_id)
+            return self._advance(token_id)
         except (OverflowError, TypeError):
             return None
         except Exception as error:  # the library raises the bare class
             if "nvalid prefix" not in str(error):
                 raise
-        self._stream = LibraryStream(ids=[], skip_special_tokens=self._skip_special_tokens)
-        return self._stream.step(self._backend, token_id)
+        self._stream = self._start(ids=[], skip_special_tokens=self._skip_special_tokens)
+        return self._advance(token_id)
+
+    def _advance(self, token_id: int) -> str | None:
+        text: str | None = self._stream.step(self._backend, token_id)
+        return text

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint.interfaces.plugin import NoOptions, PluginContext, plugin
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
@@ -61,8 +61,8 @@ class GgufTokenizerProvider(TokenizerProvider):
         vocabulary = _read_vocabulary(file)
         try:
             backend = family.build(vocabulary)
-        except (ValueError, KeyError, OverflowError) as error:
-            raise ModelFormatError(f"{file.path}: the vocabulary is inconsistent: {error}") from None
+        except HardpointError:
+            raise
         except Exception as error:  # the library raises the bare class for merges without tokens
             raise ModelFormatError(f"{file.path}: the vocabulary is inconsistent: {error}") from None
         _add_special_tokens(backend, vocabulary)

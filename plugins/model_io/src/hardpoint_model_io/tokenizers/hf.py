@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model_source import ModelArtifact
@@ -33,6 +32,9 @@ class _Pipeline(msgspec.Struct):
 
 
 class HuggingFaceTokenizerProvider(TokenizerProvider):
+    """What is added around a text is what ``tokenizer.json`` says; ``add_bos_token`` beside it has no effect, as with
+    the library these files come from."""
+
     def accepts(self, artifact: ModelArtifact) -> bool:
         """A folder with ``tokenizer.json``; or any model folder, so that a missing one is reported by name."""
         return TOKENIZER in artifact.files or "config.json" in artifact.files
@@ -57,7 +59,6 @@ class HuggingFaceTokenizerProvider(TokenizerProvider):
         backend.no_truncation()
         config = _optional_object(artifact, CONFIG)
         roles = _roles(config, _optional_object(artifact, SPECIAL_MAP), artifact)
-        _set_frame(backend, config, roles)
         facts = TokenizerFacts(_kind(pipeline.decoder), roles, _chat_template(artifact, config))
         return FastTokenizer(backend, facts)
 
@@ -78,22 +79,6 @@ def _roles(config: Mapping[str, Any], legacy: Mapping[str, Any], artifact: Model
         if value is not None:
             roles[role] = value
     return roles
-
-
-def _set_frame(backend: Backend, config: Mapping[str, Any], roles: Mapping[str, str]) -> None:
-    """An explicit ``add_bos_token`` or ``add_eos_token`` replaces the post-processor, as its authors' library does."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    wanted = [role for role in ("bos_token", "eos_token") if config.get(f"add_{role}") and role in roles]
-    ids = {roles[role]: backend.token_to_id(roles[role]) for role in wanted}
-    frame = ["$A"]
-    if "bos_token" in wanted:
-        frame.insert(0, roles["bos_token"])
-    if "eos_token" in wanted:
-        frame.append(roles["eos_token"])
-    known = [(text, token_id) for text, token_id in ids.items() if token_id is not None]
-    if len(known) == len(ids):
-        backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=known)
 
 
 def _chat_template(artifact: ModelArtifact, config: Mapping[str, Any]) -> str | None:

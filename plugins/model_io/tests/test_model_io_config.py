@@ -1,0 +1,147 @@
+"""Descriptions from ``config.json``: what is taken from where, and that code in a model folder never runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model_source import ModelArtifact
+from hardpoint_model_io.weights.dummy import DummyOptions, DummyWeightLoader, tensor_shapes
+from hardpoint_model_io.weights.safetensors import SafetensorsWeightLoader
+
+AsArtifact = Callable[[Path], ModelArtifact]
+MakeFolder = Callable[..., Path]
+
+
+def test_a_folder_is_described(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder()))
+    assert (info.architecture, info.vocab_size, info.max_position) == ("LlamaForCausalLM", 100, 128)
+    assert (info.dtype, info.loader, info.tasks) == ("float32", "safetensors", ("generate",))
+    assert (info.eos_token_ids, info.bos_token_id) == ((2,), 1)
+
+
+def test_end_tokens_of_both_files_are_merged_generation_first(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    root = hf_folder({"eos_token_id": [2, 9]})
+    (root / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2], "temperature": 0.6}))
+    info = SafetensorsWeightLoader().describe(as_artifact(root))
+    assert info.eos_token_ids == (7, 2, 9)
+    assert info.generation["temperature"] == 0.6
+
+
+def test_the_dtype_is_that_of_most_bytes(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    root = hf_folder(tensors={"w": np.ones((8, 8), np.float16), "n": np.ones(8, np.float32)})
+    assert SafetensorsWeightLoader().describe(as_artifact(root)).dtype == "float16"
+
+
+def test_new_rotary_spelling_is_offered_in_the_old_one(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    parameters = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"rope_parameters": parameters})))
+    assert info.config["rope_theta"] == 5e5
+    assert info.config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+
+
+def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    text = {"vocab_size": 77, "max_position_embeddings": 55}
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"text_config": text, "vocab_size": None})))
+    assert (info.vocab_size, info.max_position) == (77, 55)
+
+
+@pytest.mark.parametrize(("name", "task"), [("BertModel", "embed"), ("T5ForConditionalGeneration", "generate")])
+def test_tasks_follow_the_architecture(hf_folder: MakeFolder, as_artifact: AsArtifact, name: str, task: str) -> None:
+    assert SafetensorsWeightLoader().describe(as_artifact(hf_folder({"architectures": [name]}))).tasks == (task,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": -1}, "'vocab_size' is -1"),
+        ({"vocab_size": "many"}, "'vocab_size' is \"many\""),
+        ({"vocab_size": True}, "'vocab_size' is true"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"max_position_embeddings": 1e9}, "max_position_embeddings"),
+        ({"eos_token_id": 100}, "not an id below the vocabulary size 100"),
+        ({"eos_token_id": [1, "2"]}, "holds '2'"),
+        ({"text_config": 3}, "text_config"),
+    ],
+)
+def test_bad_fields_are_named(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        SafetensorsWeightLoader().describe(as_artifact(hf_folder(change)))
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM", [3]])
+def test_the_architecture_must_be_named(hf_folder: MakeFolder, as_artifact: AsArtifact, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="architectures"):
+        SafetensorsWeightLoader().describe(as_artifact(hf_folder({"architectures": value})))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"a":' * 5_000, b"null"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_corrupt_configuration_is_one_message(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, name: str, content: bytes
+) -> None:
+    root = hf_folder()
+    (root / name).write_bytes(content)
+    with pytest.raises(ModelFormatError, match=name):
+        SafetensorsWeightLoader().describe(as_artifact(root))
+
+
+def test_code_named_by_auto_map_is_never_run(hf_folder: MakeFolder, as_artifact: AsArtifact, tmp_path: Path) -> None:
+    """Class 8: a custom modeling file beside the weights is data."""
+    canary = tmp_path / "canary"
+    root = hf_folder({"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}})
+    (root / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: ...\n")
+    loader = SafetensorsWeightLoader()
+    info = loader.describe(as_artifact(root))
+    assert list(loader.tensors(info))
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_dummy_weights_have_the_references_names_and_shapes(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, architecture: str, tied: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    change = {"architectures": [architecture], "num_hidden_layers": 2, "head_dim": 16, "tie_word_embeddings": tied}
+    root = hf_folder(change, tensors={})
+    model_class = getattr(transformers, architecture)
+    fields = json.loads((root / "config.json").read_text())
+    if architecture == "Qwen2ForCausalLM":
+        fields["head_dim"] = None
+        (root / "config.json").write_text(json.dumps(fields))
+        del fields["head_dim"]
+    del fields["torch_dtype"], fields["architectures"], fields["model_type"]
+    state = model_class(model_class.config_class(**fields)).state_dict()
+    expected = {name: tuple(value.shape) for name, value in state.items() if not (tied and name == "lm_head.weight")}
+    assert tensor_shapes(DummyWeightLoader(DummyOptions()).describe(as_artifact(root))) == expected
+
+
+def test_dummy_values_depend_on_seed_and_name_only(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    artifact = as_artifact(hf_folder(tensors={}))
+    first, again, other = (DummyWeightLoader(DummyOptions(seed=seed)) for seed in (1, 1, 2))
+    info = first.describe(artifact)
+    values = [{found.name: found.data for found in loader.tensors(info)} for loader in (first, again, other)]
+    for name, array in values[0].items():
+        np.testing.assert_array_equal(array, values[1][name])
+        assert name.endswith("norm.weight") or not np.array_equal(array, values[2][name])
+    assert first.num_bytes(info) == sum(array.nbytes for array in values[0].values())
+    assert not first.accepts(artifact)
+
+
+def test_dummy_weights_of_other_architectures_are_refused(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    root = hf_folder({"architectures": ["MambaForCausalLM"]}, tensors={})
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        DummyWeightLoader(DummyOptions()).describe(as_artifact(root))
