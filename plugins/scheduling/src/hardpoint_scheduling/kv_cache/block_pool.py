@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import NULL_BLOCK_ID, BlockHashWithGroup
+from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, BlockHashWithGroup
 from hardpoint_scheduling.kv_cache.free_queue import FreeQueue
 from hardpoint_scheduling.kv_cache.prefix_index import PrefixIndex
 
@@ -117,6 +117,10 @@ class BlockPool:
 
     def find(self, key: BlockHashWithGroup) -> int | None:
         return self._index.find(key)
+
+    def find_chain(self, hashes: Iterable[BlockHash], group: int) -> list[int]:
+        """Blocks that hold the longest prefix of ``hashes`` cached for ``group``; nothing is touched."""
+        return self._index.find_chain(hashes, group)
 
     def reset(self) -> bool:
         """Forget every cached prefix; False, and nothing changed, while any block is in use (R3.22)."""

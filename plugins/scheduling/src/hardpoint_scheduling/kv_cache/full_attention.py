@@ -37,14 +37,7 @@ class FullAttentionManager(KVCacheManager):
         return max(-(-num_tokens // self._block_size) - held, 0)
 
     def find_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> Sequence[int]:
-        blocks: list[int] = []
-        find, group_id = self._pool.find, self._group_id
-        for block_hash in islice(block_hashes, max(max_tokens, 0) // self._block_size):
-            block = find(group_key(block_hash, group_id))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return self._pool.find_chain(islice(block_hashes, max(max_tokens, 0) // self._block_size), self._group_id)
 
     def adopt(self, request_id: str, block_ids: Sequence[int]) -> None:
         if request_id in self._tables:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from hardpoint.interfaces import BlockHashWithGroup
+from hardpoint.interfaces import BlockHash, BlockHashWithGroup, group_key
 
 
 class PrefixIndex:
@@ -32,6 +32,18 @@ class PrefixIndex:
         if entry is None or isinstance(entry, int):
             return entry
         return next(iter(entry))
+
+    def find_chain(self, hashes: Iterable[BlockHash], group: int) -> list[int]:
+        """Blocks of the leading ``hashes`` that all have one in ``group``: a prompt of 100,000 tokens has thousands."""
+        blocks: list[int] = []
+        find = self._entries.get
+        suffix = group_key(BlockHash(b""), group)
+        for block_hash in hashes:
+            entry = find(BlockHashWithGroup(block_hash + suffix))
+            if entry is None:
+                break
+            blocks.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return blocks
 
     def insert(self, key: BlockHashWithGroup, block: int) -> None:
         entry = self._entries.get(key)
