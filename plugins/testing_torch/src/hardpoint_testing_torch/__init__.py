@@ -8,6 +8,7 @@ from hardpoint_testing_torch.attention_problems import (
     run_backend,
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
+from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, worker_config
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, weight_tensor
@@ -24,6 +25,8 @@ __all__ = [
     "build_model",
     "check_parity",
     "dense_attention",
+    "installed_factory",
+    "installed_loader",
     "make_problem",
     "make_tiny_model",
     "model_info",

@@ -1,8 +1,9 @@
 """Does a model plugin compute what Hugging Face computes on the same weights?
 
-    model = make_tiny_model("LlamaForCausalLM", tmp_path, num_key_value_heads=1)
-    check_parity(model, create_llama, ReferenceBackend())
+    tiny = make_tiny_model("LlamaForCausalLM", tmp_path, num_key_value_heads=1)
+    check_parity(tiny, create_llama, ReferenceBackend())
 
+With ``loader=installed_loader("safetensors")`` the saved folder goes through the real loader instead of memory.
 Each check feeds the same tokens in another way; logits must agree within ``MAX_RELATIVE_ERROR`` of the largest one.
 """
 
@@ -47,7 +48,8 @@ class ParityHarness:
     ) -> None:
         self.tiny = tiny
         self._random = random.Random(seed)
-        config = worker_config(tiny.info, block_size=block_size)
+        info = tiny.info if loader is None else loader.describe(tiny.info.artifact)
+        config = worker_config(info, block_size=block_size)
         loader = loader if loader is not None else StateDictLoader(tiny.tensors())
         self.model, self.toolkit = build_model(factory, loader, config, backend)
         self.driver = LocalDriver(self.model, self.toolkit, seed=seed)
