@@ -403,7 +403,8 @@ def hand_step(
     finished: Sequence[int] = (),
     preempted: Sequence[int] = (),
     zero: Sequence[int] = (),
-    extensions: dict[str, Any] | None = None,
+    defers_sampling: bool = False,
+    **extra: Any,
 ) -> SchedulerOutput:
     """``rows`` are (slot, generation, computed, scheduled, samples); ``new_blocks`` lists appended ids per row."""
 
@@ -425,7 +426,8 @@ def hand_step(
         blocks_to_zero=ints(zero),
         num_common_prefix_blocks=(0,),
         num_tokens=sum(row[3] for row in rows),
-        extensions=extensions or {},
+        defers_sampling=defers_sampling,
+        **extra,
     )
 
 

@@ -140,6 +140,22 @@ def test_zeroing_touches_the_named_blocks_only() -> None:
         memory.zero_blocks(np.zeros(0, dtype=np.int32))
 
 
+def test_records_with_one_buffer_number_share_memory() -> None:
+    """R1.48: groups may alias the same bytes; a rank takes its own records."""
+    one = spec()
+    page = one.page_size_bytes
+    records = tuple(
+        KVCacheTensor(size=3 * page, layer_names=(name,), layer_stride=0, block_stride=page, buffer=number)
+        for name, number in (("a", 4), ("b", 4), ("c", None))
+    )
+    config = KVCacheConfig(num_blocks=3, groups=(), tensors=(), tensors_by_rank=((), records))
+    memory = KVMemory(config, dict.fromkeys("abc", one), CPU, rank=1)
+    memory.views["a"][1] = 3.0
+    assert torch.equal(memory.views["a"], memory.views["b"])
+    assert not memory.views["c"].any()
+    assert KVMemory(config, {}, CPU, rank=0).views == {}
+
+
 def test_unused_cache_costs_no_memory() -> None:
     import resource
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces.step import BlockUpdate
+from hardpoint.interfaces.step import BlockUpdate, TokenUpdate
 from hardpoint_torch_runtime.runner.slot_state import SlotState
 
 
@@ -80,3 +80,14 @@ def test_a_stale_generation_is_recognized(state: SlotState, make_row: Any) -> No
     state.check_rows(ints(0), ints(4))
     with pytest.raises(RuntimeError, match="generation 3, but the slot is held by generation 4"):
         state.check_rows(ints(0), ints(3))
+
+
+def test_tokens_learned_elsewhere_are_appended_and_own_ones_skipped(state: SlotState, make_row: Any) -> None:
+    for slot in range(3):
+        state.enter(make_row(slot, [1] * (slot + 1), [1]))
+    state.append_known(ints(2, 0, 1), TokenUpdate(ints(2, 1, 3), ints(7, 8, -1, 4, -1, 5)))
+    assert state.num_tokens.tolist() == [1, 4, 5]
+    assert state.token_ids[2, :5].tolist() == [1, 1, 1, 7, 8]
+    assert state.token_ids[1, :4].tolist() == [1, 1, 4, 5]
+    state.append_known(ints(0), TokenUpdate(ints(1), ints(-1)))
+    assert state.num_tokens[0] == 1

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginNotFoundError, UnsupportedModelError
 from hardpoint.interfaces.request import AdapterRef
-from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput
+from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, TokenUpdate
 
 PROMPTS = {
     "short": [5],
@@ -173,11 +173,17 @@ def test_features_and_adapters_are_refused_per_request(world: Any, make_step: An
 
     worker = world.start()
     odd = msgspec.structs.replace(make_row(0, [5], [1]), adapter=AdapterRef("mine", 1, "/x"))
+    pooling = msgspec.structs.replace(make_row(2, [5], [3]), task="embed")
     output = worker.execute(
-        make_step(0, [(0, 1, 0, 1, True), (1, 1, 0, 1, True)], new_rows=[odd, make_row(1, [6], [2])])
+        make_step(
+            0,
+            [(0, 1, 0, 1, True), (1, 1, 0, 1, True), (2, 1, 0, 1, True)],
+            new_rows=[odd, make_row(1, [6], [2]), pooling],
+        )
     )
-    assert output.num_sampled.tolist() == [0, 1]
+    assert output.num_sampled.tolist() == [0, 1, 0]
     assert "mine" in output.failures[0].reason
+    assert "'embed'" in output.failures[1].reason
 
 
 def test_outputs_keep_the_step_order_when_rows_are_reordered(world: Any, loop_backend: Any) -> None:
@@ -205,7 +211,7 @@ def test_grammar_steps_are_deferred_and_masked(world: Any, make_step: Any, make_
     """R4.10, I4.6: execute and sample alternate; the mask decides."""
     worker = world.start()
     rows = [make_row(0, [5, 6], [1]), make_row(1, [7, 8, 9], [2])]
-    step = make_step(0, [(0, 1, 0, 2, True), (1, 1, 0, 2, False)], new_rows=rows, extensions={"grammar": {"any": 1}})
+    step = make_step(0, [(0, 1, 0, 2, True), (1, 1, 0, 2, False)], new_rows=rows, defers_sampling=True)
     assert worker.execute(step) == Deferred(0)
     with pytest.raises(RuntimeError, match="step 0 still waits"):
         worker.execute(make_step(1))
@@ -222,11 +228,34 @@ def test_grammar_steps_are_deferred_and_masked(world: Any, make_step: Any, make_
 
 def test_a_grammar_that_allows_nothing_fails_the_row(world: Any, make_step: Any, make_row: Any) -> None:
     worker = world.start()
-    step = make_step(0, [(0, 1, 0, 1, True)], new_rows=[make_row(0, [5], [1])], extensions={"grammar": {}})
+    step = make_step(0, [(0, 1, 0, 1, True)], new_rows=[make_row(0, [5], [1])], defers_sampling=True)
     worker.execute(step)
     output = worker.sample(0, GrammarMask(np.zeros(1, dtype=np.int32), np.zeros((1, 2), dtype=np.int32)))
     assert output.num_sampled.tolist() == [0]
     assert "no token is allowed" in output.failures[0].reason
+
+
+def test_a_deferred_step_without_tokens_still_alternates(world: Any, make_step: Any) -> None:
+    worker = world.start()
+    assert worker.execute(make_step(0, defers_sampling=True)) == Deferred(0)
+    assert worker.sample(0, None).num_sampled.tolist() == []
+
+
+def test_drafts_are_refused(world: Any, make_step: Any, make_row: Any) -> None:
+    worker = world.start()
+    drafts = TokenUpdate(np.asarray([1], dtype=np.int32), np.asarray([3], dtype=np.int32))
+    with pytest.raises(RuntimeError, match="step 0 brings draft tokens"):
+        worker.execute(make_step(0, [(0, 1, 0, 2, True)], new_rows=[make_row(0, [5, 6], [1])], drafts=drafts))
+
+
+def test_tokens_sampled_elsewhere_are_computed_here(world: Any, make_step: Any, make_row: Any) -> None:
+    worker = world.start()
+    prompt = PROMPTS["seven"]
+    worker.execute(make_step(0, [(0, 1, 0, 7, False)], new_rows=[make_row(0, prompt, [1, 2])]))
+    first, second = dense_tokens(worker, prompt, 2)
+    known = TokenUpdate(np.asarray([1], dtype=np.int32), np.asarray([first], dtype=np.int32))
+    output = worker.execute(make_step(1, [(0, 1, 7, 1, True)], known_tokens=known))
+    assert output.token_ids.tolist() == [second]
 
 
 def test_prompt_logprobs_cover_every_position_in_any_chunking(world: Any, make_step: Any, make_row: Any) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription
-from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.worker import WorkerConfig
 
 __all__ = ["AttentionChoice", "attention_need", "select_attention_backend"]
-
-_KIND = "attention_backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,15 @@ def attention_need(config: WorkerConfig, device: DeviceDescription) -> Attention
 
 
 def select_attention_backend(
-    plugins: PluginAccess,
+    create: Callable[[str], AttentionBackend],
     candidates: Sequence[str],
     need: AttentionNeed,
     *,
+    installed: Sequence[str] = (),
     forced: str | None = None,
     logger: logging.Logger | None = None,
 ) -> AttentionChoice:
-    """The first candidate that accepts ``need``; with ``forced`` that one and no other.
+    """The first candidate that accepts ``need``; with ``forced`` that one and no other. ``create`` loads one by name.
 
     Raises ``ConfigError`` naming every candidate's reason when none is left, or the reason of the forced one. A forced
     backend that is not installed or fails to load raises its ``PluginError``.
@@ -71,7 +69,7 @@ def select_attention_backend(
     refused: list[tuple[str, str]] = []
     for name in (forced,) if forced is not None else candidates:
         try:
-            backend = plugins.create(_KIND, name, plugins.context(_KIND, name))
+            backend = create(name)
         except PluginError as error:
             if forced is not None:
                 raise
@@ -91,7 +89,7 @@ def select_attention_backend(
         )
     raise ConfigError(
         f"no attention backend can serve this model on {need.device.name}:\n{_table(refused)}\n"
-        f"installed: {', '.join(plugins.names(_KIND)) or 'none'}; name one with --attention-backend"
+        f"installed: {', '.join(installed) or 'none'}; name one with --attention-backend"
     )
 
 

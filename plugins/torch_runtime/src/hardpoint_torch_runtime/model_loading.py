@@ -13,11 +13,11 @@ from hardpoint.interfaces.model import Model, ModelContext, StageRange
 from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess, PluginContext
 from hardpoint.interfaces.quantization import QuantizationMethod
-from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
 
-__all__ = ["DTYPES", "LoadedModel", "load_model", "torch_dtype"]
+__all__ = ["DTYPES", "LoadedModel", "create_in_worker", "load_model", "torch_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,6 +70,13 @@ def extend_context(context_class: type[ContextT], base: PluginContext, **extra: 
     return context_class(**common, **extra)
 
 
+def create_in_worker(plugins: PluginAccess, kind: str, name: str, config: WorkerConfig, device: torch.device) -> Any:
+    """A plugin of a kind whose context is the worker's."""
+    return plugins.create(
+        kind, name, extend_context(WorkerContext, plugins.context(kind, name), config=config, device=device)
+    )
+
+
 def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:
     architecture = config.model.architecture
     num_layers = config.model.config.get("num_hidden_layers")
@@ -97,7 +104,7 @@ def _quantization(plugins: PluginAccess, config: WorkerConfig, device: torch.dev
     if config.quantization is None:
         return None
     name = config.quantization
-    method: QuantizationMethod = plugins.create("quantization", name, plugins.context("quantization", name))
+    method: QuantizationMethod = create_in_worker(plugins, "quantization", name, config, device)
     reason = method.refuse(config.model, device.type)
     if reason is not None:
         raise ConfigError(f"quantization {name!r} refuses this model: {reason}; choose another with --quantization")

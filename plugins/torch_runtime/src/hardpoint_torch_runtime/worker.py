@@ -17,7 +17,7 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
-from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
+from hardpoint_torch_runtime.model_loading import LoadedModel, create_in_worker, load_model, torch_dtype
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import BatchState
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
@@ -85,7 +85,7 @@ class TorchWorker(Worker):
 
     @property
     def _logical_device(self) -> LogicalDevice:
-        return LogicalDevice(self.config.parallel.local_rank)
+        return LogicalDevice(self.config.parallel.device)
 
     def init_device(self) -> None:
         torch_dtype(self.config.dtype)
@@ -94,10 +94,12 @@ class TorchWorker(Worker):
     def load_model(self) -> None:
         started = time.perf_counter()
         need = attention_need(self.config, self._platform.describe(self._logical_device))
+        kind = "attention_backend"
         choice = select_attention_backend(
-            self._plugins,
+            lambda name: create_in_worker(self._plugins, kind, name, self.config, self.device),
             self._platform.attention_candidates(),
             need,
+            installed=self._plugins.names(kind),
             forced=self.config.attention_backend,
             logger=self._logger,
         )
@@ -142,7 +144,7 @@ class TorchWorker(Worker):
             max_tokens=worker.max_num_batched_tokens,
             device=self.device,
         )
-        kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer)
+        kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)
         slots = SlotState(worker.max_num_seqs, worker.max_model_len, groups.block_sizes)
         processors = self._logits_processors()
         sampling = SlotSampling(
@@ -182,15 +184,16 @@ class TorchWorker(Worker):
         gc.collect()
 
     def _logits_processors(self) -> list[LogitsProcessor]:
-        kind = "logits_processor"
         return [
-            self._plugins.create(kind, name, self._plugins.context(kind, name))
+            create_in_worker(self._plugins, "logits_processor", name, self.config, self.device)
             for name in self.options.logits_processors
         ]
 
 
 def refuse_row(row: NewRow) -> str | None:
     """Requests that need a feature this worker lacks end on their own, with a reason."""
+    if row.task != "generate":
+        return f"the task {row.task!r} is not served: this worker only generates"
     if row.features:
         return f"this model takes no {row.features[0].modality} input"
     if row.adapter is not None:

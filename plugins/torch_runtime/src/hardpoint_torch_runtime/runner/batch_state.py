@@ -45,7 +45,10 @@ class BatchState:
         self._refuse = refuse
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Finished and preempted slots, zeroing, new rows, blocks. Raises ``RuntimeError`` for an impossible step."""
+        """Finished and preempted slots, zeroing, new rows, blocks, then tokens learned elsewhere.
+
+        Raises ``RuntimeError`` for a step that cannot be right.
+        """
         self._release(step.finished_slots)
         self._release(step.preempted_slots)
         self._kv.zero_blocks(step.blocks_to_zero)
@@ -54,6 +57,8 @@ class BatchState:
         if step.num_rows:
             self.slots.check_rows(step.slots, step.generations)
             self.slots.append_blocks(step.slots, step.new_blocks)
+            if step.known_tokens is not None:
+                self.slots.append_known(step.slots, step.known_tokens)
             self._check_known(step)
 
     def _release(self, slots: Int32Array) -> None:

@@ -8,7 +8,7 @@ Byte address of (layer l, block b, head h, state s, byte c) in a tensor record's
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,14 +29,15 @@ class KVMemory:
         specs: Mapping[str, KVCacheSpec],
         device: torch.device,
         kernel_block_sizes: Mapping[str, int] | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
         self.num_blocks = config.num_blocks
-        self.buffers: list[torch.Tensor] = []
+        records = config.tensors_of(rank)
+        self.buffers = _allocate(records, device)
         self.views: dict[str, torch.Tensor] = {}
         self._pages: list[torch.Tensor] = []
-        for record in config.tensors:
-            buffer = allocate_bytes(record.size, device)
-            self.buffers.append(buffer)
+        for record, buffer in zip(records, self.buffers, strict=True):
             self._pages += [
                 page_view(buffer, record, index, specs[name], config.num_blocks)
                 for index, name in enumerate(record.layer_names)
@@ -53,6 +54,18 @@ class KVMemory:
         ids = torch.from_numpy(block_ids.astype(np.int64))
         for pages in self._pages:
             pages[ids.to(pages.device)] = 0
+
+
+def _allocate(records: Sequence[KVCacheTensor], device: torch.device) -> list[torch.Tensor]:
+    """One buffer per record; records with an equal buffer number get the same, sized for the largest."""
+    sizes: dict[int, int] = {}
+    for record in records:
+        if record.buffer is not None:
+            sizes[record.buffer] = max(record.size, sizes.get(record.buffer, 0))
+    shared = {number: allocate_bytes(size, device) for number, size in sizes.items()}
+    return [
+        allocate_bytes(record.size, device) if record.buffer is None else shared[record.buffer] for record in records
+    ]
 
 
 def allocate_bytes(size: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hardpoint.interfaces.model import Model
+from hardpoint.interfaces.model import Model, StageOutput
 from hardpoint.interfaces.step import Deferred, GrammarMask, LogprobArrays, RunnerOutput, SchedulerOutput
 from hardpoint_torch_runtime.forward_context import ForwardContext, set_forward_context
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
@@ -19,20 +19,20 @@ from hardpoint_torch_runtime.runner.prompt_logprobs import prompt_logprobs
 from hardpoint_torch_runtime.sampling.constraints import unpack_grammar_bits
 from hardpoint_torch_runtime.sampling.sampler import Sampler
 
-__all__ = ["GRAMMAR_EXTENSION", "ModelRunner", "profile_forward"]
-
-GRAMMAR_EXTENSION = "grammar"
-"""A step carrying this extension waits after its forward for the mask of :meth:`ModelRunner.sample`."""
+__all__ = ["ModelRunner", "profile_forward"]
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingStep:
-    """What sampling still needs of a forward (R4.22): consumed exactly once. ``logits`` [S, V], None when S is 0."""
+    """What sampling still needs of a forward (R4.22): consumed exactly once.
+
+    ``batch`` is None for a step without tokens, ``logits`` [S, V] when nothing is sampled.
+    """
 
     step: SchedulerOutput
-    batch: InputBatch
-    logits: torch.Tensor | None
-    prompt_logprobs: LogprobArrays | None
+    batch: InputBatch | None = None
+    logits: torch.Tensor | None = None
+    prompt_logprobs: LogprobArrays | None = None
 
 
 class ModelRunner:
@@ -60,14 +60,11 @@ class ModelRunner:
         """Raises ``RuntimeError`` while an earlier step waits for sampling, or for a step that cannot be right."""
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} still waits for sampling; sample it first")
+        if step.drafts is not None:
+            raise RuntimeError(f"step {step.step_id} brings draft tokens, but this worker verifies none")
         self.state.apply(step)
-        if step.is_empty:
-            return empty_output(step)
-        batch = self.inputs.build(step, reorder_threshold=self.groups.reorder_threshold)
-        hidden = self._forward(batch, step)
-        logits = self.model.logits(hidden[batch.logits_indices]) if len(batch.sample_rows) else None
-        pending = _PendingStep(step, batch, logits, prompt_logprobs(self.model, hidden, batch, self.state))
-        if GRAMMAR_EXTENSION in step.extensions:
+        pending = self._compute(step)
+        if step.defers_sampling:
             self._pending = pending
             return Deferred(step.step_id)
         return self._finish(pending, None)
@@ -82,6 +79,14 @@ class ModelRunner:
         self._pending = None
         return self._finish(pending, grammar)
 
+    def _compute(self, step: SchedulerOutput) -> _PendingStep:
+        if step.is_empty:
+            return _PendingStep(step)
+        batch = self.inputs.build(step, reorder_threshold=self.groups.reorder_threshold)
+        hidden = self._forward(batch, step)
+        logits = self.model.logits(hidden[batch.logits_indices]) if len(batch.sample_rows) else None
+        return _PendingStep(step, batch, logits, prompt_logprobs(self.model, hidden, batch, self.state))
+
     def _forward(self, batch: InputBatch, step: SchedulerOutput) -> torch.Tensor:
         """Hidden states [T, C]."""
         metadata, mappings = self.groups.build(batch, step)
@@ -94,11 +99,13 @@ class ModelRunner:
         )
         with set_forward_context(context):
             if embeddings is not None:
-                return self.model.forward(None, batch.positions, embeddings=embeddings)
-            return self.model.forward(batch.token_ids, batch.positions)
+                return _hidden(self.model.forward(None, batch.positions, embeddings=embeddings))
+            return _hidden(self.model.forward(batch.token_ids, batch.positions))
 
     def _finish(self, pending: _PendingStep, grammar: GrammarMask | None) -> RunnerOutput:
         step, batch = pending.step, pending.batch
+        if batch is None:
+            return empty_output(step)
         sampled_rows = batch.step_rows[batch.sample_rows]
         failures = self._refused_rows(step)
         token_ids = np.zeros(0, dtype=np.int32)
@@ -152,11 +159,20 @@ class ModelRunner:
         return torch.from_numpy(sampler_rows[used]), unpack_grammar_bits(mask.bits[used], vocabulary)
 
 
+def _hidden(output: torch.Tensor | StageOutput) -> torch.Tensor:
+    """The last stage's hidden states."""
+    if not isinstance(output, StageOutput):
+        return output
+    if output.hidden is None:
+        raise RuntimeError("the model stopped before its last layer; set pipeline_parallel_size to 1")
+    return output.hidden
+
+
 @torch.inference_mode()
 def profile_forward(model: Model, num_tokens: int, device: torch.device) -> None:
     """A forward of ``num_tokens`` that touches no cache: its scratch memory and first-call costs come now."""
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
     with set_forward_context(context):
-        hidden = model.forward(token_ids, torch.arange(num_tokens, dtype=torch.int64, device=device))
+        hidden = _hidden(model.forward(token_ids, torch.arange(num_tokens, dtype=torch.int64, device=device)))
     model.logits(hidden[-1:])

@@ -12,7 +12,7 @@ import numpy as np
 
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import BoolArray, Int32Array
-from hardpoint.interfaces.step import BlockUpdate, NewRow
+from hardpoint.interfaces.step import BlockUpdate, NewRow, TokenUpdate
 
 __all__ = ["BlockTable", "SlotState"]
 
@@ -132,6 +132,19 @@ class SlotState:
         """One sampled token per slot of ``slots`` (each slot at most once)."""
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
         self.num_tokens[slots] += 1
+
+    def append_known(self, slots: Int32Array, update: TokenUpdate) -> None:
+        """Tokens sampled elsewhere; ids of -1 are those this worker sampled, and holds, itself."""
+        is_news = update.ids >= 0
+        rows = np.repeat(slots, update.counts)[is_news]
+        if len(rows) == 0:
+            return
+        # Rows come grouped, so a token's rank within its row is its distance from the row's first.
+        is_first = np.append(True, rows[1:] != rows[:-1])
+        first = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
+        columns = self.num_tokens[rows] + np.arange(len(rows)) - first
+        self.token_ids[rows, columns] = update.ids[is_news]
+        np.add.at(self.num_tokens, rows, 1)
 
     def check_rows(self, slots: Int32Array, generations: Int32Array) -> None:
         """Raise ``RuntimeError`` when a scheduled row is unknown here or belongs to an earlier owner of its slot."""
