@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def test_the_queue_hands_out_ids_in_order_and_takes_from_both_ends_and_the_middl
     assert list(queue) == [1, 2, 3, 5, 0]
     assert len(queue) == 5
     assert 4 not in queue
-    queue.check([0, 1, 2, 3, 5])
+    queue.check(np.asarray([True, True, True, True, False, True]))
 
 
 def test_the_queue_refuses_to_be_corrupted() -> None:
@@ -45,7 +46,7 @@ def test_the_queue_refuses_to_be_corrupted() -> None:
         queue.pop_many(3)
     assert list(queue) == [0, 2]
     with pytest.raises(RuntimeError, match="unreferenced"):
-        queue.check([0, 1])
+        queue.check(np.asarray([True, True, False]))
 
 
 def test_an_emptied_queue_can_be_filled_again() -> None:
@@ -202,6 +203,33 @@ def test_integrity_names_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match=f"block {block} has 1 references, but 0 tables"):
         pool.check_integrity({})
     pool.check_integrity({"a": [[block]]})
+
+
+def test_integrity_sees_broken_links_and_lost_hashes() -> None:
+    pool = BlockPool(6)
+    pool._queue._next[2] = 4
+    with pytest.raises(RuntimeError, match="links around block"):
+        pool.check_integrity()
+    pool = BlockPool(6)
+    pool._queue._next[5], pool._queue._next[2] = 3, 6
+    pool._queue._prev[3], pool._queue._prev[6] = 5, 2
+    with pytest.raises(RuntimeError, match="5 blocks counted, 2 reached, 5 linked"):
+        pool.check_integrity()
+    pool = BlockPool(6)
+    pool._keys[3] = key(1)
+    with pytest.raises(RuntimeError, match="does not know"):
+        pool.check_integrity()
+    pool._index.insert(key(2), 3)
+    with pytest.raises(RuntimeError, match="carries another hash"):
+        pool.check_integrity()
+    pool = BlockPool(6)
+    pool._references[4] = -1
+    with pytest.raises(RuntimeError, match="negative"):
+        pool.check_integrity()
+    pool._references[4] = 0
+    pool._references[0] = 1
+    with pytest.raises(RuntimeError, match="null block"):
+        pool.check_integrity()
 
 
 def test_the_cost_of_an_operation_does_not_depend_on_the_pool() -> None:

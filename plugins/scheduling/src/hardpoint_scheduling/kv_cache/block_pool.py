@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, BlockHashWithGroup
 from hardpoint_scheduling.kv_cache.free_queue import FreeQueue
 from hardpoint_scheduling.kv_cache.prefix_index import PrefixIndex
+
+IntArray = npt.NDArray[np.int64]
 
 
 class BlockPool:
@@ -135,25 +140,31 @@ class BlockPool:
 
         ``tables``: per holder, the blocks of each group; given, every reference must be accounted for.
         """
-        if min(self._references) < 0:
+        references = np.array(self._references)
+        if references.min() < 0:
             raise RuntimeError("a block has a negative reference count")
-        self._queue.check(b for b, n in enumerate(self._references) if n == 0 and b != NULL_BLOCK_ID)
+        if self._keys[NULL_BLOCK_ID] is not None or references[NULL_BLOCK_ID]:
+            raise RuntimeError("the null block is referenced or hashed")
+        free = references == 0
+        free[NULL_BLOCK_ID] = False
+        self._queue.check(free)
+        indexed = 0
         for key, block in self._index:
+            indexed += 1
             if self._keys[block] != key:
                 raise RuntimeError(f"the prefix index leads to block {block}, which carries another hash")
-        if sum(key is not None for key in self._keys) != sum(1 for _ in self._index):
+        if self.num_blocks - self._keys.count(None) != indexed:
             raise RuntimeError("a block carries a hash that the prefix index does not know")
-        if self._keys[NULL_BLOCK_ID] is not None or self._references[NULL_BLOCK_ID]:
-            raise RuntimeError("the null block is referenced or hashed")
         if tables is not None:
-            self._check_tables(tables)
+            self._check_tables(tables, references)
 
-    def _check_tables(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        held = [0] * self.num_blocks
+    def _check_tables(self, tables: Mapping[str, Sequence[Sequence[int]]], references: IntArray) -> None:
+        held = np.zeros_like(references)
         for groups in tables.values():
             for blocks in groups:
-                for block in blocks:
-                    held[block] += block != NULL_BLOCK_ID
-        for block, (count, references) in enumerate(zip(held, self._references, strict=True)):
-            if count != references:
-                raise RuntimeError(f"block {block} has {references} references, but {count} tables hold it")
+                np.add.at(held, np.fromiter(blocks, dtype=np.int64), 1)
+        held[NULL_BLOCK_ID] = 0
+        wrong = np.flatnonzero(held != references)
+        if len(wrong):
+            block = int(wrong[0])
+            raise RuntimeError(f"block {block} has {references[block]} references, but {held[block]} tables hold it")
