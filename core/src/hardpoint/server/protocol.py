@@ -10,6 +10,7 @@ from hardpoint.interfaces.endpoint import RequestFailure
 
 __all__ = ["MAX_BODY_PARTS", "bounded_protocol"]
 
+_LINGER_S = 1.0
 MAX_BODY_PARTS = 65_536
 """Pieces of one body. A body cut into tiny chunks costs far more to receive than its size says."""
 
@@ -19,6 +20,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     _in_head = False
     _head_bytes = 0
     _num_parts = 0
+    _is_refused = False
 
     def on_message_begin(self) -> None:
         # The rest of the data this head began in may belong to an earlier request: counting starts with the next.
@@ -34,6 +36,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self.max_header_bytes:
@@ -49,9 +53,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._refuse(RequestFailure(400, "this is not a valid HTTP request", None, "bad_request"))
 
     def _refuse(self, failure: RequestFailure) -> None:
-        """Answer unless an answer has begun, and hang up."""
-        if self.transport.is_closing():
-            return
+        """Answer unless an answer has begun, and hang up.
+
+        What still comes in is read and dropped for a moment: closing over unread data would reset the connection, and
+        the client might never see the answer.
+        """
+        self._is_refused = True
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not is_answering:
             body = json.dumps(failure.body).encode()
@@ -60,7 +67,8 @@ class _BoundedProtocol(HttpToolsProtocol):
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-        self.transport.close()
+            self.transport.write_eof()
+        self.loop.call_later(0.0 if is_answering else _LINGER_S, self.transport.close)
 
 
 def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
