@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hardpoint.errors import UnsupportedModelError
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint_torch_runtime.layers import RopeParameters, RotaryEmbedding
 
 CPU = torch.device("cpu")
@@ -71,15 +71,30 @@ def test_an_unsupported_type_is_named(rope_type: str) -> None:
         RopeParameters.from_config({"rope_scaling": {"rope_type": rope_type, "factor": 2.0}})
 
 
-def test_a_missing_factor_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match="'linear'.*needs 'factor'"):
-        RopeParameters.from_config({"rope_scaling": {"type": "linear"}})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"type": "linear"}}, "'linear'.*needs 'factor'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings: None is no length"),
+        ({"rope_scaling": ["linear"]}, "an object is needed"),
+        ({"rope_theta": "big"}, "'rope_theta'.*'big'"),
+        ({"rope_theta": float("nan")}, "'rope_theta'.*nan"),
+        ({"rope_theta": 1}, r"rope_theta: 1\.0 is not above 1"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: 0.0 is not positive"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor: 4.0 is not above"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: 1\.5"),
+    ],
+    ids=str,
+)
+def test_a_missing_or_impossible_value_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        RopeParameters.from_config(config)
 
 
-def test_a_missing_original_length_is_named() -> None:
-    rope = RopeParameters.from_config({"rope_scaling": {"type": "yarn", "factor": 2.0}})
-    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings"):
-        RotaryEmbedding(16, 32, rope, CPU)
+@pytest.mark.parametrize(("head_size", "factor"), [(7, 1.0), (16, 0.05), (20, 0.25)])
+def test_an_odd_number_of_rotated_values_is_refused(head_size: int, factor: float) -> None:
+    with pytest.raises(ModelFormatError, match="turns pairs"):
+        RotaryEmbedding(head_size, 8, RopeParameters(partial_factor=factor), CPU)
 
 
 def test_only_a_part_of_the_head_may_rotate() -> None:

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from hardpoint.errors import UnsupportedModelError
+from hardpoint.errors import ModelFormatError
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 
 __all__ = ["RotaryEmbedding", "rotary_frequencies"]
@@ -29,25 +29,17 @@ def rotary_frequencies(rope: RopeParameters, rotary_size: int) -> tuple[torch.Te
     return plain, 1.0
 
 
-def _original_length(rope: RopeParameters) -> int:
-    if rope.original_max_position is None:
-        raise UnsupportedModelError(
-            f"rope_type {rope.rope_type!r} needs 'original_max_position_embeddings' in the model's config.json"
-        )
-    return rope.original_max_position
-
-
 def _llama3(rope: RopeParameters, plain: torch.Tensor) -> torch.Tensor:
     """Long wavelengths are stretched by the factor, short ones kept, those between blended linearly in frequency."""
     # Full turns within the original context; by way of the wavelength, which rounds as checkpoints were trained.
-    turns = _original_length(rope) / (2 * math.pi / plain)
+    turns = rope.original_length / (2 * math.pi / plain)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - keep) * plain / rope.factor + keep * plain
 
 
 def _yarn(rope: RopeParameters, plain: torch.Tensor, rotary_size: int) -> tuple[torch.Tensor, float]:
     """Dimensions that turn more than ``beta_fast`` times keep their frequency, below ``beta_slow`` are stretched."""
-    original = _original_length(rope)
+    original = rope.original_length
 
     def dimension_with(turns: float) -> float:
         return rotary_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -83,6 +75,11 @@ class RotaryEmbedding(torch.nn.Module):
         self.head_size = head_size
         self.rotary_size = int(head_size * rope.partial_factor)
         self.max_position = max_position
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ModelFormatError(
+                f"rotary embedding turns pairs, but {self.rotary_size} of a head's {head_size} values would rotate; "
+                "check head_dim and partial_rotary_factor in the model's config.json"
+            )
         frequencies, scale = rotary_frequencies(rope, self.rotary_size)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
