@@ -65,7 +65,10 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Table of rotations for positions ``[0, max_position)``, looked up once per step and applied per layer."""
+    """Table of rotations for positions ``[0, max_position)``, looked up once per step and applied per layer.
+
+    ``cos`` and ``sin`` are float32 [P, R/2].
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -82,14 +85,14 @@ class RotaryEmbedding(torch.nn.Module):
             )
         frequencies, scale = rotary_frequencies(rope, self.rotary_size)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        # Rows hold full-width factors: x * cos + swap_halves(x) * sin, hence the sign on the first half.
-        self.register_buffer("cos", torch.cat((cos, cos), dim=-1).to(device), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1).to(device), persistent=False)
+        self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scale).to(device), persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Factors float32 [T, 1, R] for int64 [T]; compute once per step and hand to every layer."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions], self.sin[positions]
+        # Full width: x * cos + swap_halves(x) * sin, hence the sign on the first half.
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
     def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate [T, H, D] in place (queries and keys may share one tensor) and return it."""
