@@ -64,7 +64,7 @@ def build(
     group = KVCacheGroup(tuple(layer.layer_name for layer in layers), layers[0].spec)
     executor.initialize_kv_cache(KVCacheConfig(num_blocks=64, groups=(group,), tensors=()))
     moments = clock or [0.0]
-    return EngineCore(scheduler, executor, hooks=hooks, clock=lambda: moments[0])
+    return EngineCore(scheduler, executor, hook=(hooks or Recorder()).call, clock=lambda: moments[0])
 
 
 def request(name: str, *, length: int = 5, max_tokens: int = 4, **fields: object) -> EngineRequest:

@@ -124,7 +124,7 @@ def test_a_model_without_template_says_so() -> None:
             return None
 
     frontend = Frontend(Bare(), ModelLimits(vocab_size=300, max_model_len=10), model_name="bare")
-    with pytest.raises(InvalidRequestError, match=r"'bare' has no chat template.*--chat-template"):
+    with pytest.raises(InvalidRequestError, match="no chat template"):
         frontend.render_chat([{"role": "user", "content": "hi"}])
 
 

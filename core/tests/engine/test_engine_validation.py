@@ -132,6 +132,33 @@ def msgspec_limits(**fields: Any) -> ModelLimits:
     return ModelLimits(**{"vocab_size": 100, "max_model_len": 64, **fields})
 
 
+ENDLESS = 10**5000
+"""More digits than Python is willing to print."""
+
+
+@pytest.mark.parametrize(
+    "value", [ENDLESS, -ENDLESS, "x" * 10_000, [ENDLESS]], ids=["endless", "negative", "text", "nested"]
+)
+@pytest.mark.parametrize("field", ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "temperature"])
+def test_monstrous_values_make_short_messages(field: str, value: Any) -> None:
+    error = refused(SamplingParams(**{field: value}))
+    assert error.param == field
+    assert len(str(error)) < 300
+
+
+def test_monstrous_token_ids_and_options_make_short_messages() -> None:
+    for fields in ({"stop_token_ids": [ENDLESS]}, {"logit_bias": {ENDLESS: 1.0}}, {"allowed_token_ids": [-ENDLESS]}):
+        assert len(str(refused(SamplingParams(**fields)))) < 200
+    for option in ({"priority": ENDLESS}, {"timeout_s": ENDLESS}, {"timeout_s": "x" * 10_000}):
+        with pytest.raises(InvalidRequestError) as caught:
+            validate_options(RequestOptions(**option))
+        assert len(str(caught.value)) < 200
+    with pytest.raises(InvalidRequestError):
+        validate_token_ids([ENDLESS], LIMITS)
+    with pytest.raises(InvalidRequestError):
+        validate_batch(1, ENDLESS, LIMITS)
+
+
 def test_params_of_another_type_are_refused() -> None:
     assert refused({"n": 1}).param == "params"  # type: ignore[arg-type]
 

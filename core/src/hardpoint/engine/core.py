@@ -10,7 +10,7 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hardpoint.engine.pipeline import GrammarSource, StepPipeline
 from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
@@ -18,7 +18,7 @@ from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason
 from hardpoint.interfaces.scheduler import PauseMode, Scheduler
 
-__all__ = ["ERROR_CODE", "UTILITIES", "EngineCore", "Hooks"]
+__all__ = ["ERROR_CODE", "UTILITIES", "EngineCore"]
 
 _logger = logging.getLogger("hardpoint.engine")
 
@@ -28,17 +28,9 @@ ERROR_CODE = "error_code"
 UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health")
 
 
-class Hooks(Protocol):
-    def call(self, hook: str, **arguments: object) -> None: ...
-
-
-class _NoHooks:
-    def call(self, hook: str, **arguments: object) -> None:
-        """Nobody listens."""
-
-
 class EngineCore:
-    """``wake`` may be set by the owner of the loop; it is called from any thread when a worker dies.
+    """``hook(name, **arguments)`` calls this process's observers. ``wake`` may be set by the owner of the loop; it is
+    called from any thread when a worker dies.
 
     A failed step, scheduler or worker makes the engine dead: the state behind it is unknown, so every live request
     ends with ``ERROR`` and :attr:`dead_reason` says why. Failed rows of a step end only their own requests.
@@ -51,7 +43,7 @@ class EngineCore:
         *,
         max_inflight_steps: int = 1,
         grammar: GrammarSource | None = None,
-        hooks: Hooks | None = None,
+        hook: Callable[..., None] = lambda name, **arguments: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
@@ -61,7 +53,7 @@ class EngineCore:
         self.made_progress = False
         self.wake: Callable[[], None] = lambda: None
         self._pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps, grammar=grammar)
-        self._hooks = hooks or _NoHooks()
+        self._run_hook = hook
         self._clock = clock
         self._clients: dict[str, int] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -81,9 +73,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` would do something now; False while paused or idle."""
-        if self.dead_reason is not None or self._lost_worker is not None:
-            return bool(self._outbox) or self.dead_reason is None
-        return bool(self._outbox) or self._pipeline.has_work()
+        if self._outbox or self._lost_worker is not None:
+            return True
+        return self.dead_reason is None and self._pipeline.has_work()
 
     def next_deadline(self) -> float | None:
         """Absolute seconds of the earliest deadline, possibly of a request that ended already."""
@@ -100,23 +92,18 @@ class EngineCore:
             self._refuse(name, "the engine takes no new requests", "not_ready")
             return
         try:
-            refusal = self.scheduler.add(request)
-        except OverloadedError as error:
-            self._refuse(name, str(error), "overloaded")
-        except InvalidRequestError as error:
-            self._refuse(name, str(error), "invalid")
+            ended = self.scheduler.add(request)
+        except (OverloadedError, InvalidRequestError) as error:
+            self._refuse(name, str(error), "overloaded" if isinstance(error, OverloadedError) else "invalid")
+            return
         except Exception as error:
             self._fail(error)
-        else:
-            self._accepted(request, refusal)
-
-    def _accepted(self, request: EngineRequest, refusal: EngineOutput | None) -> None:
+            return
         self._needs_check = True
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
-        self._guard(lambda: self._hooks.call("request_added", request=request))
-        if refusal is not None:
-            self._deliver([refusal])
+            heapq.heappush(self._deadlines, (request.deadline, name))
+        self._hook("request_added", request=request)
+        self._deliver([] if ended is None else [ended])
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, error: str | None = None
@@ -181,7 +168,7 @@ class EngineCore:
             steps = self.num_steps
             self._deliver(self._pipeline.advance())
             if self.num_steps > steps:
-                self._hooks.call("step_finished", stats=self.scheduler.stats())
+                self._hook("step_finished", stats=self.scheduler.stats())
         elif self._needs_check:
             self._needs_check = False
             self._check_idle()
@@ -210,12 +197,15 @@ class EngineCore:
         for output in outputs:
             client = self._clients.get(output.request_id)
             if client is None:
-                _logger.error("output for request %s, which is not live, is dropped", output.request_id)
+                _logger.debug("output for request %s, which is not live, is dropped", output.request_id)
                 continue
             self._outbox.setdefault(client, []).append(output)
             if output.finish_reason is not None:
                 del self._clients[output.request_id]
-                self._hooks.call("request_finished", output=output)
+                self._hook("request_finished", output=output)
+
+    def _hook(self, name: str, **arguments: object) -> None:
+        self._guard(lambda: self._run_hook(name, **arguments))
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Whatever a scheduler, executor or strict hook raises leaves unknown state behind: the engine ends."""
@@ -226,16 +216,11 @@ class EngineCore:
 
     def _fail(self, error: Exception) -> None:
         self._lost_worker = None
-        if self.dead_reason is not None:
-            return
-        self.dead_reason = f"{type(error).__name__}: {error}"
-        _logger.error("the engine failed: %s", self.dead_reason, exc_info=error)
-        for name in list(self._clients):
-            output = EngineOutput(name, [], FinishReason.ERROR, error="the engine failed during this request")
-            try:
-                self._deliver([output])
-            except Exception:
-                _logger.exception("a hook failed at the end of request %s", name)
+        if self.dead_reason is None:
+            self.dead_reason = f"{type(error).__name__}: {error}"
+            text = "the engine failed during this request"
+            self._deliver([EngineOutput(name, [], FinishReason.ERROR, error=text) for name in self._clients])
+        _logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _worker_died(self, reason: str) -> None:
         self._lost_worker = reason

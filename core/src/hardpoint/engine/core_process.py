@@ -7,7 +7,6 @@ types do anything; others are logged and dropped.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import signal
 import threading
@@ -78,7 +77,7 @@ def main(payload: bytes) -> int:
     server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
     signal.signal(signal.SIGTERM, server.on_sigterm)
     threading.Thread(target=sockets.receive_into, args=(inbox,), name="engine-input", daemon=True).start()
-    sockets.send_all(wire.Ready(engine_facts(core, job.spec, runtime), os.getpid()))
+    sockets.send_all(wire.Ready(engine_facts(core, job.spec, runtime)))
     code = server.run()
     announce_stop(runtime)
     sockets.close()

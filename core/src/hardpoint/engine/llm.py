@@ -62,18 +62,13 @@ class LLM:
         self, core: EngineCore, frontend: Frontend, max_unfinished: int | None, on_stop: Callable[[], None]
     ) -> None:
         self.core = core
-        self._frontend = frontend
+        self.tokenizer: Tokenizer = frontend.tokenizer
+        self.limits: ModelLimits = frontend.limits
+        self.render_chat = frontend.render_chat
+        self._inputs = frontend.inputs
         self._max_unfinished = max_unfinished
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
         self._on_stop: Callable[[], None] | None = on_stop
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._frontend.tokenizer
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self._frontend.limits
 
     def generate(
         self,
@@ -104,20 +99,8 @@ class LLM:
 
         Leaving the iterator early aborts what still runs. Raises like :meth:`generate`.
         """
-        processed = [self._frontend.inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
+        processed = [self._inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
         return self._stream(processed)
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template_arguments: dict[str, Any] | None = None,
-    ) -> Prompt:
-        """The conversation as a prompt. Raises ``InvalidRequestError`` for messages the template cannot take."""
-        return self._frontend.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
-        )
 
     def chat(
         self,
@@ -129,7 +112,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
         several: Iterable[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._frontend.render_chat(one, template_arguments=template_arguments) for one in several]
+        prompts = [self.render_chat(one, template_arguments=template_arguments) for one in several]
         return self.generate(prompts, params, show_progress=show_progress)
 
     def reset_prefix_cache(self) -> bool:
@@ -150,14 +133,13 @@ class LLM:
 
     def _process(self, prompt: Prompt, params: Any, options: RequestOptions | None) -> ProcessedRequest:
         """Nobody reads in between, so only a final output is made. Odd types are left for the validator to refuse."""
-        inputs = self._frontend.inputs
-        ids = inputs.tokenize(prompt)
+        ids = self._inputs.tokenize(prompt)
         if params is None:
-            room = self._frontend.limits.max_model_len - len(ids)
+            room = self.limits.max_model_len - len(ids)
             params = SamplingParams(max_tokens=min(DEFAULT_MAX_TOKENS, room))
         if isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-        return inputs.process(prompt, params, options, ids)
+        return self._inputs.process(prompt, params, options, ids)
 
     def _run(self, processed: list[ProcessedRequest], show_progress: bool) -> list[RequestOutput]:
         states: list[RequestState] = []
@@ -225,13 +207,8 @@ def _result(state: RequestState) -> RequestOutput:
 def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], int)):
         prompts = [prompts]
-    return [_as_prompt(prompt) for prompt in prompts]
-
-
-def _as_prompt(prompt: Any) -> Prompt:
-    if isinstance(prompt, Prompt):
-        return prompt
-    return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
+    texts = [Prompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [prompt if isinstance(prompt, Prompt) else Prompt(token_ids=prompt) for prompt in texts]
 
 
 def _as_params(params: Any, count: int) -> list[Any]:

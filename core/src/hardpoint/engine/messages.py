@@ -43,7 +43,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     facts: EngineFacts
-    pid: int
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True):

@@ -154,33 +154,12 @@ class OutputProcessor:
         state.ended = self._clock()
         del self._requests[state.processed.request_id]
         reasons = [one.finish_reason for one in state.sequences if one.finish_reason is not None]
-        metrics = state.metrics()
-        self._observe(
-            RequestFinished(
-                request_id=state.processed.request_id,
-                model=self._model_name,
-                reason=FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0],
-                num_prompt_tokens=len(state.processed.prompt_token_ids),
-                num_cached_tokens=state.num_cached_tokens,
-                num_generated_tokens=state.num_tokens,
-                e2e_s=metrics.e2e_s or 0.0,
-                ttft_s=metrics.ttft_s,
-                queue_s=metrics.queue_s,
-                inter_token_s=state.inter_token_s(),
-            )
-        )
+        reason = FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0]
+        self._observe(state.summary(self._model_name, reason))
 
     def _report(self, batch: EngineOutputs, tally: _Tally) -> None:
         if batch.stats is not None:
-            self._observe(
-                StepObserved(
-                    model=self._model_name,
-                    stats=batch.stats,
-                    num_prompt_tokens=tally.num_prompt_tokens,
-                    num_generated_tokens=tally.num_generated_tokens,
-                    num_requests=len(self._requests),
-                    timestamp=batch.timestamp,
-                )
-            )
+            counts = (tally.num_prompt_tokens, tally.num_generated_tokens, len(self._requests))
+            self._observe(StepObserved(self._model_name, batch.stats, *counts, batch.timestamp))
         if tally.num_generated_tokens:
             self._observe(TokensEmitted(self._model_name, tuple(tally.ttft_s), tuple(tally.inter_token_s)))

@@ -17,6 +17,7 @@ from hardpoint.engine.input_processor import ProcessedRequest
 from hardpoint.errors import HardpointError
 from hardpoint.interfaces.engine import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from hardpoint.interfaces.request import EngineOutput, FinishReason, OutputKind, TokenLogprobs
+from hardpoint.interfaces.stat_logger import RequestFinished
 from hardpoint.interfaces.tokenizer import Tokenizer
 
 __all__ = ["LogprobTexts", "RequestState", "SequenceState"]
@@ -198,6 +199,13 @@ class RequestState:
             e2e_s=since(self.ended),
             decode_tokens_per_s=1.0 / per_token if per_token else None,
         )
+
+    def summary(self, model: str, reason: FinishReason) -> RequestFinished:
+        """The figures of the ended request."""
+        times = self.metrics()
+        counts = (len(self.processed.prompt_token_ids), self.num_cached_tokens, self.num_tokens)
+        waits = (times.ttft_s, times.queue_s, self.inter_token_s())
+        return RequestFinished(self.processed.request_id, model, reason, *counts, times.e2e_s or 0.0, *waits)
 
     def inter_token_s(self) -> float | None:
         """Mean seconds between tokens; None with fewer than two."""

@@ -20,7 +20,7 @@ from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import EngineDeadError, HardpointError
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
-from hardpoint.ipc import CodecError, Decoder, create_runtime_dir, encode, private_ipc_address
+from hardpoint.ipc import Decoder, create_runtime_dir, encode, private_ipc_address
 from hardpoint.process import ChildProcess, describe_exit, spawn
 
 __all__ = ["ProcessClient"]
@@ -45,9 +45,7 @@ class ProcessClient:
         self.on_outputs: Callable[[EngineOutputs], None] = lambda batch: None
         self.on_dead: Callable[[str], None] = lambda reason: None
         self.facts: EngineFacts | None = None
-        self.pid: int | None = None
         self.dead_reason: str | None = None
-        self.num_steps = 0
         self.is_closing = False
         self._stall_after_s = stall_after_s
         self._loop = asyncio.get_running_loop()
@@ -158,15 +156,10 @@ class ProcessClient:
         while True:
             data = await self._receiver.recv()
             try:
-                message = self._decoder.decode(data)
-            except CodecError as error:
-                _logger.error("a frame of %d bytes from the engine is dropped: %s", len(data), error)
-                continue
-            try:
-                self._handle(message)
+                self._handle(self._decoder.decode(data))
             except Exception:
                 # A dead reader would let every request hang: nothing a frame causes may end it.
-                _logger.exception("handling a frame from the engine failed")
+                _logger.exception("a frame of %d bytes from the engine could not be handled", len(data))
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled():
@@ -176,27 +169,16 @@ class ProcessClient:
         self._last_sign = time.monotonic()
         if isinstance(message, wire.Outputs):
             self.on_outputs(message.batch)
-        elif isinstance(message, wire.Heartbeat):
-            self.num_steps = message.num_steps
         elif isinstance(message, wire.UtilityResult):
-            self._resolve(message)
+            outcome = message.result if message.error is None else HardpointError(message.error)
+            _settle(self._calls.get(message.call_id), outcome)
         elif isinstance(message, wire.Ready):
-            self.facts, self.pid = message.facts, message.pid
-            if not self._ready.done():
-                self._ready.set_result(message.facts)
+            self.facts = message.facts
+            _settle(self._ready, message.facts)
         elif isinstance(message, wire.StartupFailed):
             self._die(f"{message.kind}: {message.message}", startup_error(message))
-        else:
+        elif isinstance(message, wire.Dead):
             self._die(message.reason)
-
-    def _resolve(self, message: wire.UtilityResult) -> None:
-        waiting = self._calls.get(message.call_id)
-        if waiting is None or waiting.done():
-            return
-        if message.error is not None:
-            waiting.set_exception(HardpointError(message.error))
-        else:
-            waiting.set_result(message.result)
 
     def _on_exit(self, returncode: int) -> None:
         """On the watcher's thread."""
@@ -210,13 +192,20 @@ class ProcessClient:
         self.dead_reason = reason
         if not self.is_closing:
             _logger.error("the engine is gone: %s", reason)
-        failure = error or EngineDeadError(reason)
         for waiting in [*self._calls.values(), self._ready]:
-            if not waiting.done():
-                waiting.set_exception(failure)
-        if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # Retrieved, so that an abandoned start is not reported a second time.
+            _settle(waiting, error or EngineDeadError(reason))
         self.on_dead(reason)
+
+
+def _settle(waiting: asyncio.Future[Any] | None, outcome: Any) -> None:
+    """Give the waiting caller its result or exception, if there still is one."""
+    if waiting is None or waiting.done():
+        return
+    if isinstance(outcome, Exception):
+        waiting.set_exception(outcome)
+        waiting.exception()  # Looked at, so that a caller who gave up meanwhile leaves no complaint behind.
+    else:
+        waiting.set_result(outcome)
 
 
 def startup_error(message: wire.StartupFailed) -> HardpointError:

@@ -24,15 +24,17 @@ class StatFanout:
         self._quarantine = quarantine
 
     def observe(self, event: StatEvent) -> None:
-        if isinstance(event, StepObserved):
-            self._each(lambda logger: logger.on_step(event))
-        elif isinstance(event, RequestFinished):
-            self._each(lambda logger: logger.on_finished(event))
-        else:
-            self._each(lambda logger: logger.on_tokens(event))
+        for name, logger in list(self.loggers.items()):
+            if isinstance(event, StepObserved):
+                self._guard(name, logger.on_step, event)
+            elif isinstance(event, RequestFinished):
+                self._guard(name, logger.on_finished, event)
+            else:
+                self._guard(name, logger.on_tokens, event)
 
     def flush(self) -> None:
-        self._each(lambda logger: logger.flush())
+        for name, logger in list(self.loggers.items()):
+            self._guard(name, logger.flush)
 
     async def run(self) -> None:
         """Flush each logger at its own interval, until cancelled."""
@@ -41,15 +43,11 @@ class StatFanout:
     async def _flush_every(self, name: str, logger: StatLogger) -> None:
         while name in self.loggers:
             await asyncio.sleep(logger.interval_s)
-            self._guard(name, logger, lambda one: one.flush())
+            self._guard(name, logger.flush)
 
-    def _each(self, action: Callable[[StatLogger], None]) -> None:
-        for name, logger in list(self.loggers.items()):
-            self._guard(name, logger, action)
-
-    def _guard(self, name: str, logger: StatLogger, action: Callable[[StatLogger], None]) -> None:
+    def _guard(self, name: str, method: Callable[..., None], *args: StatEvent) -> None:
         try:
-            action(logger)
+            method(*args)
         except Exception as error:
             self.loggers.pop(name, None)
             _logger.warning("stat logger %r failed and is left out: %s: %s", name, type(error).__name__, error)

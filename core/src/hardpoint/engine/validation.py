@@ -6,9 +6,8 @@ wrong types included. Bounds come from :class:`ModelLimits` alone.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,20 +17,13 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import Int32Array, SamplingParams
 
-__all__ = [
-    "validate_batch",
-    "validate_options",
-    "validate_prompt",
-    "validate_sampling",
-    "validate_token_ids",
-]
+__all__ = ["validate_batch", "validate_options", "validate_prompt", "validate_sampling", "validate_token_ids"]
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PRIORITY = 2**31 - 1
-MAX_SALT_CHARS = 128
 MAX_CHARS_PER_TOKEN = 256
 MAX_EXTENSION_BYTES = 64 * 1024
-_LABEL = re.compile(r"[A-Za-z0-9_.:=+-]+")
+_LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
 _INT32_MAX = 2**31 - 1
 
@@ -55,6 +47,13 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidReq
     return InvalidRequestError(message, param=param, code=code)
 
 
+def _shown(value: Any) -> str:
+    """A value from outside as part of a message: short, whatever it is (Python refuses to print very long integers)."""
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return str(value)
+    return "an integer beyond 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
 def validate_batch(num_prompts: int, n: int, limits: ModelLimits) -> None:
     """Prompts and sequences of one call, before anything is built for them."""
     if num_prompts < 1:
@@ -74,8 +73,8 @@ def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimi
     for name, (low, high) in _RANGES.items():
         value = getattr(typed, name)
         if value is not None and not (low <= value <= high and (value > 0 or name not in _POSITIVE)):
-            above = "above 0 and " if name in _POSITIVE else f"from {low:g} "
-            raise _refuse(f"{name} is {value}; it must be {above}up to {high:g}", name)
+            above = "above 0 and " if name in _POSITIVE else f"from {low} "
+            raise _refuse(f"{name} is {_shown(value)}; it must be {above}up to {high}", name)
     if typed.n > 1 and typed.is_greedy:
         raise _refuse(f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature", "n")
     _check_stop(typed, limits)
@@ -135,10 +134,13 @@ def validate_options(options: RequestOptions) -> None:
     if not isinstance(options, RequestOptions):
         raise _refuse(f"options must be RequestOptions, not {type(options).__name__}", "options", "invalid_type")
     if not _is_int(options.priority) or abs(options.priority) > MAX_PRIORITY:
-        raise _refuse(f"priority is {options.priority!r}; it must be an integer of at most ±{MAX_PRIORITY}", "priority")
+        raise _refuse(
+            f"priority is {_shown(options.priority)}; it must be an integer of at most ±{MAX_PRIORITY}", "priority"
+        )
     timeout = options.timeout_s
-    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= MAX_TIMEOUT_S):
-        raise _refuse(f"timeout_s is {timeout!r}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")
+    is_number = _is_int(timeout) or isinstance(timeout, float)
+    if timeout is not None and not (is_number and 0 < timeout <= MAX_TIMEOUT_S):
+        raise _refuse(f"timeout_s is {_shown(timeout)}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")
     if options.tenant != "":
         _check_label(options.tenant, "tenant")
     if options.external_id is not None:
@@ -153,10 +155,6 @@ def validate_options(options: RequestOptions) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _typed(params: SamplingParams) -> SamplingParams:
@@ -176,7 +174,7 @@ def _typed(params: SamplingParams) -> SamplingParams:
 
 def _check_n(n: Any, limits: ModelLimits) -> None:
     if not _is_int(n) or not 1 <= n <= limits.max_n:
-        raise _refuse(f"n is {n}; it must be an integer from 1 to {limits.max_n}", "n")
+        raise _refuse(f"n is {_shown(n)}; it must be an integer from 1 to {limits.max_n}", "n")
 
 
 def _check_text(text: Any, param: str) -> None:
@@ -189,9 +187,8 @@ def _check_text(text: Any, param: str) -> None:
 
 
 def _check_label(text: Any, param: str) -> None:
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_SALT_CHARS or not _LABEL.fullmatch(text):
-        allowed = "letters, digits and _.:=+-"
-        raise _refuse(f"{param} must be 1 to {MAX_SALT_CHARS} characters out of {allowed}", param)
+    if not isinstance(text, str) or not _LABEL.fullmatch(text):
+        raise _refuse(f"{param} must be 1 to 128 characters out of letters, digits and _.:=+-", param)
 
 
 def _check_stop(params: SamplingParams, limits: ModelLimits) -> None:
@@ -200,23 +197,17 @@ def _check_stop(params: SamplingParams, limits: ModelLimits) -> None:
     for stop in params.stop:
         _check_text(stop, "stop")
         if not 0 < len(stop) <= limits.max_stop_chars:
-            raise _refuse(
-                f"a stop string has {len(stop)} characters; it must have 1 to {limits.max_stop_chars}", "stop"
-            )
+            raise _refuse(f"a stop string has {len(stop)} characters; allowed are 1 to {limits.max_stop_chars}", "stop")
     if params.stop and not params.detokenize:
         raise _refuse("stop strings need detokenize, which is off; use stop_token_ids", "stop")
 
 
 def _out_of_vocabulary(token_id: int, param: str, limits: ModelLimits) -> InvalidRequestError:
     return _refuse(
-        f"{param} holds token id {token_id}; ids go from 0 to {limits.vocab_size - 1}", param, "token_id_out_of_range"
+        f"{param} holds token id {_shown(token_id)}; ids go from 0 to {limits.vocab_size - 1}",
+        param,
+        "token_id_out_of_range",
     )
-
-
-def _check_ids(ids: Iterable[int], param: str, limits: ModelLimits) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise _out_of_vocabulary(token_id, param, limits)
 
 
 def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
@@ -229,7 +220,9 @@ def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
     for param, ids in fields.items():
         if len(ids) > limits.vocab_size:
             raise _refuse(f"{param} has {len(ids)} entries; at most {limits.vocab_size}", param)
-        _check_ids(ids, param, limits)
+        for token_id in ids:
+            if not 0 <= token_id < limits.vocab_size:
+                raise _out_of_vocabulary(token_id, param, limits)
     for token_id, bias in params.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
             raise _refuse(f"logit_bias of token {token_id} is {bias}; it must be from -100 to 100", "logit_bias")
@@ -245,7 +238,7 @@ def _check_logprobs(params: SamplingParams, limits: ModelLimits) -> None:
         wanted = limits.vocab_size if count == -1 else count
         highest = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
         if not 0 <= wanted <= highest:
-            raise _refuse(f"{param} is {count}; it must be from 0 to {highest}", param)
+            raise _refuse(f"{param} is {_shown(count)}; it must be from 0 to {highest}", param)
 
 
 def _check_extensions(params: SamplingParams) -> None:
@@ -264,11 +257,11 @@ def _check_lengths(params: SamplingParams, prompt_len: int, limits: ModelLimits)
     room = limits.max_model_len - prompt_len
     wanted = room if params.max_tokens is None else params.max_tokens
     if wanted < 1:
-        raise _refuse(f"max_tokens is {wanted}; it must be at least 1", "max_tokens")
+        raise _refuse(f"max_tokens is {_shown(wanted)}; it must be at least 1", "max_tokens")
     if wanted > room:
         raise _refuse(
-            f"max_tokens is {wanted} and the prompt has {prompt_len} tokens; together they exceed the context length "
-            f"of {limits.max_model_len} tokens by {wanted - room}",
+            f"max_tokens is {_shown(wanted)} and the prompt has {prompt_len} tokens; together they exceed the context "
+            f"length of {limits.max_model_len} tokens",
             "max_tokens",
             "context_length_exceeded",
         )
