@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,8 +16,22 @@ import pytest
 import zmq
 
 from hardpoint.engine.async_llm import AsyncLLM
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, ModelFormatError, OverloadedError
-from hardpoint.interfaces import FinishReason, OutputKind, Prompt, RequestOptions, RequestOutput, SamplingParams
+from hardpoint.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    ModelFormatError,
+    OverloadedError,
+)
+from hardpoint.interfaces import (
+    FinishReason,
+    ModelLimits,
+    OutputKind,
+    Prompt,
+    RequestOptions,
+    RequestOutput,
+    SamplingParams,
+)
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import next_token
 
@@ -302,3 +317,58 @@ async def test_statistics_reach_the_loggers(start: Start) -> None:
         (finished,) = logger.finished
         assert finished.request_id == outputs[0].request_id
         assert (finished.reason, finished.num_generated_tokens) == (FinishReason.LENGTH, 8)
+
+
+async def test_many_readers_that_come_leave_and_stall_disturb_nobody(start: Start) -> None:
+    """Every stream read to its end carries its own tokens; afterwards every block is free again."""
+    async with start(limits={"max_num_seqs": 8, "max_waiting": 400}) as llm:
+
+        async def read(number: int) -> None:
+            prompt = [40 + number % 60, 50 + number % 7]
+            seen: list[int] = []
+            stream = llm.generate(Prompt(token_ids=prompt), LONG)
+            async for output in stream:
+                seen += output.outputs[0].token_ids
+                if number % 3 == 1:
+                    await stream.aclose()
+                    return
+                if number % 3 == 2:
+                    await asyncio.sleep(0.01)
+            assert seen == expected(prompt, 100)
+
+        await asyncio.gather(*(read(number) for number in range(120)))
+        assert llm.num_unfinished == 0
+        stats = await llm.refresh_stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_total_blocks
+
+
+async def test_long_texts_are_tokenized_off_the_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start(model_limits=ModelLimits(vocab_size=130, max_model_len=100_000)) as llm:
+        threads: list[str] = []
+        encode = llm.tokenizer.encode
+
+        def spied(text: str, **options: bool) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return encode(text[:10], **options)
+
+        monkeypatch.setattr(llm.tokenizer, "encode", spied)
+        await collect(llm, Prompt(text="a" * 5000), GREEDY)
+        await collect(llm, Prompt(text="a" * 50), GREEDY)
+        assert [name.startswith("tokenize") for name in threads] == [True, False]
+
+
+async def test_a_chat_goes_through_the_template(start: Start) -> None:
+    async with start() as llm:
+        prompt = llm.render_chat([{"role": "user", "content": "hi"}])
+        outputs = await collect(llm, prompt, GREEDY)
+        assert llm.tokenizer.decode(outputs[0].prompt_token_ids) == "<user>hi\n<assistant>"
+
+
+async def test_a_bad_request_costs_nothing(start: Start) -> None:
+    async with start() as llm:
+        for prompt, params in ((Prompt(text=""), GREEDY), (PROMPT, SamplingParams(n=10**9)), (None, GREEDY)):
+            with pytest.raises(InvalidRequestError):
+                await collect(llm, prompt, params)  # type: ignore[arg-type]
+        assert llm.num_unfinished == 0
+        assert llm.stats() is None
