@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from hardpoint.errors import ConfigError, PluginError
+from hardpoint.ipc.memory import anonymous_file
 from hardpoint.logging import configure_logging, get_logger
 from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
@@ -65,23 +65,25 @@ def spawn(
     is_main = threading.current_thread() is threading.main_thread()
     launch = _Launch(entry, name, tuple(sys.path), os.getpid() if is_main else None, payload)
     alive_read, alive_write = os.pipe()
+    payload_fd = anonymous_file("hardpoint-payload", 0)
     try:
-        with tempfile.TemporaryFile() as file:
+        with open(payload_fd, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(launch))
-            file.seek(0)
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", *_interpreter_flags(), "-m", "hardpoint.process"),
-                    *(name, str(file.fileno()), str(alive_read)),
-                ],
-                env={**os.environ, **(env or {})},
-                pass_fds=(file.fileno(), alive_read, *pass_fds),
-                stdin=subprocess.DEVNULL,
-            )
+        os.lseek(payload_fd, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", *_interpreter_flags(), "-m", "hardpoint.process"),
+                *(name, str(payload_fd), str(alive_read)),
+            ],
+            env={**os.environ, **(env or {})},
+            pass_fds=(payload_fd, alive_read, *pass_fds),
+            stdin=subprocess.DEVNULL,
+        )
     except BaseException:
         os.close(alive_write)
         raise
     finally:
+        os.close(payload_fd)
         os.close(alive_read)
     return ChildProcess(process, name, alive_write)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,7 +55,11 @@ def alive(pid: int) -> bool:
 
 
 def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has ended meanwhile.
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def named_shared_memory(pid: int) -> bool:
@@ -226,21 +231,19 @@ def test_a_step_larger_than_any_buffer_arrives_whole(start: Start) -> None:
 def test_nothing_is_left_behind(start: Start, folder: Path) -> None:
     """No process, socket, file, shared memory, thread or descriptor after an orderly end."""
 
-    def state() -> tuple[object, ...]:
-        return (
-            children(),
-            len(os.listdir("/proc/self/fd")),
-            {thread.name for thread in threading.enumerate()},
-            named_shared_memory(os.getpid()),
-            sorted(path.name for path in (folder / "run").iterdir()) if (folder / "run").exists() else [],
-        )
+    def things() -> set[str]:
+        descriptors = Path("/proc/self/fd").iterdir()
+        open_files = {f"{fd.name} {os.readlink(fd)}" for fd in descriptors if fd.is_symlink()}
+        names = {f"thread {thread.name}" for thread in threading.enumerate()}
+        files = {str(path) for path in (folder / "run").glob("*")}
+        return {*open_files, *names, *files, *(f"child {pid}" for pid in children())}
 
-    before = state()
+    before = things()
     executor = start(2)
-    assert not any(map(named_shared_memory, executor.pids))
+    assert not any(map(named_shared_memory, (os.getpid(), *executor.pids)))
     executor.collective_rpc("check_health")
     executor.shutdown(5.0)
-    wait_until(lambda: state() == before)
+    wait_until(lambda: not {thing for thing in things() - before if "/proc/" not in thing})
 
 
 PARENT = """

@@ -14,13 +14,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 
 from hardpoint.ipc.codec import CodecError
+from hardpoint.ipc.memory import anonymous_file
 
 __all__ = ["RingReader", "RingWriter"]
 
@@ -69,7 +68,7 @@ class RingWriter(_Ring):
     """The sending end, for one thread. ``ring_bell(reader)`` must wake that reader and may not block."""
 
     def __init__(self, num_readers: int, ring_bell: Callable[[int], None]) -> None:
-        self.descriptor = _anonymous_file((1 + num_readers) * mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES)
+        self.descriptor = anonymous_file("hardpoint-ring", (1 + num_readers) * mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES)
         super().__init__(self.descriptor, num_readers)
         self._active = frozenset(range(num_readers))
         self._retiring = threading.Lock()
@@ -174,13 +173,3 @@ class RingReader(_Ring):
                 self._words[self._index + 1] = 0
                 return self._has_part()
             is_there = self._wait(_MAX_SLEEP_S)
-
-
-def _anonymous_file(size: int) -> int:
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("hardpoint-ring")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor

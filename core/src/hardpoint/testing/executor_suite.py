@@ -24,6 +24,7 @@ from hardpoint.interfaces import (
     EngineRequest,
     Executor,
     ExecutorContext,
+    FinishReason,
     KVCacheConfig,
     KVCacheGroup,
     ModelArtifact,
@@ -59,7 +60,7 @@ def install_fake_worker(folder: Path, *, version: str = "1.0", entry: str = "har
     importlib.invalidate_caches()
 
 
-def worker_config(world_size: int = 1, *faults: Fault, deferred: bool = False) -> WorkerConfig:
+def worker_config(world_size: int = 1, *faults: Fault, deferred: bool = False, pending: bool = False) -> WorkerConfig:
     """A configuration the fake worker understands; the model in it does not exist."""
     artifact = ModelArtifact(name="fake", root="/nonexistent", files=(), source="test")
     return WorkerConfig(
@@ -80,7 +81,7 @@ def worker_config(world_size: int = 1, *faults: Fault, deferred: bool = False) -
         max_num_batched_tokens=16,
         threads=ThreadPlan(compute_threads=1),
         parallel=ParallelSlice(world_size=world_size, tensor_parallel_size=world_size),
-        extensions={FAULTS: msgspec.to_builtins(list(faults)), "deferred": deferred},
+        extensions={FAULTS: msgspec.to_builtins(list(faults)), "deferred": deferred, "pending": pending},
     )
 
 
@@ -127,11 +128,11 @@ class ExecutorSuite(ABC):
 
     @pytest.fixture
     def start(self, folder: Path) -> Iterator[Callable[..., Executor]]:
-        """``start(world_size, *faults, deferred=False)``; every executor is shut down afterwards."""
+        """``start(world_size, *faults, deferred=False, pending=False)``; every executor is shut down afterwards."""
         started: list[Executor] = []
 
-        def create(world_size: int, *faults: Fault, deferred: bool = False) -> Executor:
-            ctx = executor_context(folder, worker_config(world_size, *faults, deferred=deferred))
+        def create(world_size: int, *faults: Fault, **switches: bool) -> Executor:
+            ctx = executor_context(folder, worker_config(world_size, *faults, **switches))
             started.append(self.create_executor(ctx))
             return started[-1]
 
@@ -139,12 +140,13 @@ class ExecutorSuite(ABC):
         for executor in started:
             executor.shutdown(5.0)
 
-    @pytest.mark.parametrize("deferred", [False, True])
-    def test_a_workload_equals_the_in_process_oracle(self, start: Callable[..., Executor], deferred: bool) -> None:
-        """I4.7: every executor gives the same results for one workload; R4.10 when sampling is deferred."""
-        wanted = run_workload(FakeExecutor(FakeWorker(block_size=BLOCK_SIZE)))
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_workload_equals_the_in_process_oracle(self, start: Callable[..., Executor], seed: int) -> None:
+        """I4.7: every executor gives the same results for one random workload; R4.10 where sampling is deferred."""
+        wanted = run_workload(FakeExecutor(FakeWorker(block_size=BLOCK_SIZE)), seed)
         for world_size in self.world_sizes:
-            assert run_workload(start(world_size, deferred=deferred)) == wanted
+            executor = start(world_size, deferred=bool(seed & 1), pending=bool(seed & 2))
+            assert run_workload(executor, seed) == wanted
 
     def test_collective_calls_answer_in_rank_order(self, start: Callable[..., Executor]) -> None:
         """R4.2: one result per worker, or per asked worker."""
@@ -172,6 +174,26 @@ class ExecutorSuite(ABC):
             assert all(isinstance(result, RunnerOutput) for result in results)
             # Waiters wake before callbacks run, so the last callback may still be on its way.
             wait_until(partial(finished.__eq__, list(range(20))))
+
+    def test_a_step_can_be_submitted_while_the_device_works(self, start: Callable[..., Executor]) -> None:
+        """R4.9: results that come later come in order, other calls are answered after them, failures stay apart.
+
+        Only the output rank fails here: a failure of a rank that need not answer may be told early.
+        """
+        for world_size in self.world_sizes:
+            executor = start(world_size, Fault("result", "raise", (0,), after=6), pending=True)
+            prepare(executor)
+            finished: list[int] = []
+            futures = [executor.execute(empty_step(step_id)) for step_id in range(8)]
+            assert not futures[-1].done()
+            for step_id, future in enumerate(futures):
+                future.add_done_callback(partial(note, finished, step_id))
+            assert [future.result(30).step_id for future in futures[:6]] == list(range(6))
+            for future in futures[6:]:
+                with pytest.raises(WorkerError, match="fails in result as told"):
+                    future.result(30)
+            wait_until(partial(finished.__eq__, list(range(8))))
+            assert len(executor.collective_rpc("supported_tasks")) == world_size
 
     def test_execute_and_sample_alternate(self, start: Callable[..., Executor]) -> None:
         """R4.10, I4.6: a second forward while sampling is pending is an error, and so is sampling without one."""
@@ -259,18 +281,22 @@ def prepare(executor: Executor) -> None:
     executor.initialize_kv_cache(KVCacheConfig(num_blocks=NUM_BLOCKS, groups=(group,), tensors=()))
 
 
-def run_workload(executor: Executor) -> dict[str, list[int]]:
-    """Tokens of a fixed set of requests, by request."""
+def run_workload(executor: Executor, seed: int) -> dict[str, list[int]]:
+    """Tokens by request: random prompts and lengths, requests that join late, and some that are aborted midway."""
+    rng = np.random.default_rng(seed)
     prepare(executor)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
     scheduler = FakeScheduler(limits, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for i in range(9):
-        prompt = np.arange(3, 8 + 3 * i, dtype=np.int32)
-        sampling = SamplingParams(max_tokens=1 + i % 5, temperature=0.0)
-        scheduler.add(EngineRequest(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
     pipeline = StepPipeline(scheduler, executor)
     tokens: dict[str, list[int]] = {}
-    while pipeline.has_work():
+    joining = [f"r{i}" for i in range(12)]
+    while joining or pipeline.has_work():
+        if joining and rng.random() < 0.5:
+            prompt = rng.integers(3, 97, rng.integers(1, 40)).astype(np.int32)
+            sampling = SamplingParams(max_tokens=int(rng.integers(1, 12)), temperature=0.0)
+            scheduler.add(EngineRequest(request_id=joining.pop(), prompt_token_ids=prompt, sampling=sampling))
+        if rng.random() < 0.05:
+            scheduler.finish(sorted(scheduler.live_request_ids())[:1], FinishReason.ABORT)
         for output in pipeline.advance():
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     return tokens

@@ -9,7 +9,7 @@ from typing import Any
 from hardpoint.errors import ConfigError, EngineDeadError, WorkerError
 from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
-from hardpoint.interfaces.worker import WORKER_RPC, Worker
+from hardpoint.interfaces.worker import WORKER_RPC, PendingOutput, Worker
 
 
 class FakeExecutor(Executor):
@@ -42,14 +42,16 @@ class FakeExecutor(Executor):
                 raise EngineDeadError(self._dead)
             if self.before_step is not None:
                 self.before_step(step)
-            future.set_result(self.worker.execute(step))
+            output = self.worker.execute(step)
+            future.set_result(output.result() if isinstance(output, PendingOutput) else output)
         except (WorkerError, EngineDeadError) as error:
             future.set_exception(error)
         return future
 
     def sample(self, step_id: int, grammar: GrammarMask | None) -> Future[RunnerOutput]:
         future: Future[RunnerOutput] = Future()
-        future.set_result(self.worker.sample(step_id, grammar))
+        output = self.worker.sample(step_id, grammar)
+        future.set_result(output.result() if isinstance(output, PendingOutput) else output)
         return future
 
     def on_failure(self, callback: Callable[[str], None]) -> None:

@@ -42,7 +42,8 @@ class SlotState(msgspec.Struct):
 class FakeWorker(Worker):
     """Stores token ids as its "KV" and checks every rule of the step records; a broken rule raises ``AssertionError``.
 
-    ``first_token`` keeps sampled ids out of a reserved low range; ``deferred`` makes every step two-phased.
+    ``first_token`` keeps sampled ids out of a reserved low range; ``deferred`` makes every step two-phased,
+    whatever the step says.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class FakeWorker(Worker):
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step_id} still waits for sampling")
         output = self._run(step)
-        if self.deferred:
+        if self.deferred or step.defers_sampling:
             self._pending = output
             return Deferred(step.step_id)
         return output

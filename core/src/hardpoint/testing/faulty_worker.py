@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ import msgspec
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
-from hardpoint.interfaces.worker import WorkerContext
+from hardpoint.interfaces.worker import PendingOutput, WorkerContext
 from hardpoint.testing.fake_worker import FakeWorker
 
 __all__ = ["FAULTS", "Fault", "FaultyWorker", "create"]
 
 FAULTS = "faults"
 """Key of ``WorkerConfig.extensions`` under which a list of :class:`Fault` as plain data is found."""
+
+_DEVICE_SECONDS = 0.002
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -33,12 +36,31 @@ class Fault(msgspec.Struct, frozen=True):
     after: int = 0
 
 
-class FaultyWorker(FakeWorker):
-    """Counts its calls by method in :attr:`calls` and misbehaves as told."""
+class SlowOutput(PendingOutput):
+    """A result that is there a little later, or an error instead of it."""
 
-    def __init__(self, rank: int, faults: list[Fault], *, block_size: int, deferred: bool) -> None:
+    def __init__(self, output: RunnerOutput, check: Callable[[], None]) -> None:
+        self._output = output
+        self._check = check
+
+    def result(self) -> RunnerOutput:
+        time.sleep(_DEVICE_SECONDS)
+        self._check()
+        return self._output
+
+
+class FaultyWorker(FakeWorker):
+    """Counts its calls by method in :attr:`calls` and misbehaves as told.
+
+    ``pending`` hands out results before they are there; their faults are those of the method ``result``.
+    """
+
+    def __init__(
+        self, rank: int, faults: list[Fault], *, block_size: int, deferred: bool = False, pending: bool = False
+    ) -> None:
         super().__init__(block_size=block_size, deferred=deferred)
         self.rank = rank
+        self.pending = pending
         self.calls: dict[str, int] = {}
         self._faults = [fault for fault in faults if fault.ranks is None or rank in fault.ranks]
         self._meet("create")
@@ -73,13 +95,25 @@ class FaultyWorker(FakeWorker):
         self._meet("supported_tasks")
         return ["generate", f"call-{self.calls['supported_tasks']}"]
 
-    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+    # Wider than the fake worker's own results, as the contract of workers allows.
+    def execute(  # type: ignore[override]
+        self, step: SchedulerOutput
+    ) -> RunnerOutput | Deferred | PendingOutput:
         self._meet("execute")
-        return super().execute(step)
+        return self._handed_out(super().execute(step))
 
-    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+    def sample(  # type: ignore[override]
+        self, step_id: int, grammar: GrammarMask | None
+    ) -> RunnerOutput | PendingOutput:
         self._meet("sample")
-        return super().sample(step_id, grammar)
+        output = super().sample(step_id, grammar)
+        return SlowOutput(output, self._meet_result) if self.pending else output
+
+    def _handed_out(self, output: RunnerOutput | Deferred) -> RunnerOutput | Deferred | PendingOutput:
+        return SlowOutput(output, self._meet_result) if self.pending and isinstance(output, RunnerOutput) else output
+
+    def _meet_result(self) -> None:
+        self._meet("result")
 
     def shutdown(self) -> None:
         self._meet("shutdown")
@@ -109,10 +143,10 @@ _ACTIONS: dict[str, Callable[[str], None]] = {"raise": _raise, "exit": _exit, "h
 
 @plugin("worker", options=NoOptions)
 def create(ctx: WorkerContext, options: Any) -> FaultyWorker:
-    """Faults come from the worker configuration's extensions, ``deferred`` from its extension of that name."""
+    """Faults come from the worker configuration's extensions, ``deferred`` and ``pending`` from those of that name."""
     del options
     if ctx.config is None:
         raise ValueError("a worker needs its configuration")
     faults = msgspec.convert(ctx.config.extensions.get(FAULTS, []), list[Fault])
-    deferred = bool(ctx.config.extensions.get("deferred", False))
-    return FaultyWorker(ctx.config.parallel.rank, faults, block_size=ctx.config.block_size, deferred=deferred)
+    switches = {name: bool(ctx.config.extensions.get(name, False)) for name in ("deferred", "pending")}
+    return FaultyWorker(ctx.config.parallel.rank, faults, block_size=ctx.config.block_size, **switches)

@@ -22,12 +22,12 @@ from hardpoint.interfaces import (
 )
 from hardpoint.ipc import CodecError, RpcCodec
 from hardpoint.process import LoadReport
+from hardpoint_executors.context import require
 from hardpoint_executors.group import RankProcess, WorkerGroup, start_group, stop_ranks
 from hardpoint_executors.pending import PendingCalls
 
 __all__ = ["MultiprocExecutor", "MultiprocOptions", "create"]
 
-_OUTPUT_RANK = 0
 _GRACE_AFTER_FAILURE_S = 1.0
 
 
@@ -42,14 +42,16 @@ class MultiprocOptions(BaseModel):
 @plugin("executor", options=MultiprocOptions)
 def create(ctx: ExecutorContext, options: MultiprocOptions) -> MultiprocExecutor:
     """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
-    return MultiprocExecutor(start_group(ctx, options.start_timeout_s))
+    _, config = require(ctx)
+    return MultiprocExecutor(start_group(ctx, options.start_timeout_s), config.parallel.output_rank)
 
 
 class MultiprocExecutor(Executor):
     """Sends each call to all ranks through one ring, in order; a reader thread per rank completes the futures."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, output_rank: int = 0) -> None:
         self._group = group
+        self._output_rank = frozenset({output_rank})
         self._ranks = ranks = group.ranks
         self._all = frozenset(range(len(ranks)))
         self._codec = RpcCodec()
@@ -122,7 +124,7 @@ class MultiprocExecutor(Executor):
 
     def _submit(self, method: str, *args: Any) -> Future[Any]:
         """Every rank works, the output rank answers (R4.8)."""
-        return self._send(method, args, answering=frozenset({_OUTPUT_RANK}), unwrap=True)[1]
+        return self._send(method, args, answering=self._output_rank, unwrap=True)[1]
 
     def _send(
         self,

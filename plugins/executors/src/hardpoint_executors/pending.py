@@ -34,7 +34,8 @@ class PendingCalls:
     """Shared by the engine's thread, which opens calls, and the reader threads, which answer them.
 
     A future's value is the list of results in rank order, or the only one of them for a call opened with ``unwrap``.
-    Once failed, everything open and new fails with the reason.
+    Once failed, everything open and new fails with the reason. Answers of one rank complete in the order of the calls;
+    only a failure of a rank that was not asked can overtake them.
     """
 
     def __init__(self, codec: RpcCodec, world_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from hardpoint.errors import ConfigError, EngineDeadError, WorkerError
@@ -13,6 +14,7 @@ from hardpoint.interfaces import (
     ExecutorContext,
     GrammarMask,
     NoOptions,
+    PendingOutput,
     RunnerOutput,
     SchedulerOutput,
     Worker,
@@ -22,6 +24,7 @@ from hardpoint.ipc import RpcCodec, RpcFailure
 from hardpoint_executors.build import build_worker
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import worker_error
+from hardpoint_executors.outputs import OutputQueue
 
 __all__ = ["UniprocExecutor", "create"]
 
@@ -40,14 +43,15 @@ def create(ctx: ExecutorContext, options: NoOptions) -> UniprocExecutor:
 
 
 class UniprocExecutor(Executor):
-    """Runs every call in the calling thread, so futures are complete when they are returned.
+    """Runs every call in the calling thread; a future is complete when returned unless the worker's device still works.
 
-    A call cannot be interrupted: ``timeout_s`` has no effect here.
+    A call cannot be interrupted: ``timeout_s`` has no effect but on the shutdown's wait for a device.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._codec = RpcCodec()
+        self._outputs = OutputQueue("outputs")
         self._is_shut_down = False
 
     @property
@@ -76,17 +80,22 @@ class UniprocExecutor(Executor):
         del callback
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        del timeout_s
         if not self._is_shut_down:
             self._is_shut_down = True
+            self._outputs.close(timeout_s)
             self._worker.shutdown()
 
     def _submit(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(self._call(method, *args))
+            output = self._call(method, *args)
         except (WorkerError, EngineDeadError) as error:
-            future.set_exception(error)
+            self._outputs.deliver(partial(future.set_exception, error), waits=False)
+            return future
+        if isinstance(output, PendingOutput):
+            self._outputs.deliver(partial(_wait, method, output, future), waits=True)
+        else:
+            self._outputs.deliver(partial(future.set_result, output), waits=False)
         return future
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -95,4 +104,15 @@ class UniprocExecutor(Executor):
         try:
             return getattr(self._worker, method)(*args)
         except Exception as error:
-            raise worker_error(method, {0: RpcFailure.of(error)}, {}, 1) from error
+            raise _failed(method, error) from error
+
+
+def _wait(method: str, output: PendingOutput, future: Future[Any]) -> None:
+    try:
+        future.set_result(output.result())
+    except Exception as error:
+        future.set_exception(_failed(method, error))
+
+
+def _failed(method: str, error: Exception) -> WorkerError:
+    return worker_error(method, {0: RpcFailure.of(error)}, {}, 1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from hardpoint.interfaces.plugin import ProcessRole
-from hardpoint.interfaces.worker import Worker
+from hardpoint.interfaces.worker import PendingOutput, Worker
 from hardpoint.ipc import Decoder, RingReader, RpcCall, RpcCodec, RpcFailure, encode
 from hardpoint.process import announce_stop, boot
 from hardpoint_executors.build import build_worker
 from hardpoint_executors.channel import Channel
 from hardpoint_executors.messages import StartFailure, WorkerReady, WorkerStart
+from hardpoint_executors.outputs import OutputQueue
 
 __all__ = ["main", "serve"]
 
@@ -40,27 +43,40 @@ def main(payload: bytes) -> int:
 
 
 def serve(worker: Worker, receive: Callable[[], bytes | None], send: Callable[[bytes], None], rank: int) -> None:
-    """Answer calls in order. Returns after ``shutdown``, or when the other end is gone. Raises ``OSError`` when an
-    answer can no longer be delivered, ``CodecError`` for a frame that is no call at all."""
+    """Answer calls in order. Returns after ``shutdown``, or when the other end is gone.
+
+    ``send`` is used by one thread at a time. Raises ``OSError`` when an answer can no longer be delivered,
+    ``CodecError`` for a frame that is no call at all.
+    """
     codec = RpcCodec()
+    outputs = OutputQueue("outputs")
     while (frame := receive()) is not None:
         call = codec.decode_call(frame)
         if call.ranks is not None and rank not in call.ranks:
             continue
-        reply = _answer(worker, codec, call, rank)
-        if reply is not None:
-            send(reply)
+        try:
+            # Checks the method too, so nothing of the worker is touched before.
+            arguments = codec.arguments(call)
+            result: Any = getattr(worker, call.method)(*arguments)
+        except Exception as error:
+            result = error
+        deliver = partial(_deliver, codec, call, rank, result, send)
+        outputs.deliver(deliver, waits=isinstance(result, PendingOutput))
         if call.method == "shutdown":
-            return
-    worker.shutdown()
+            break
+    else:
+        worker.shutdown()
+    outputs.close()
 
 
-def _answer(worker: Worker, codec: RpcCodec, call: RpcCall, rank: int) -> bytes | None:
+def _deliver(codec: RpcCodec, call: RpcCall, rank: int, result: Any, send: Callable[[bytes], None]) -> None:
     try:
-        arguments = codec.arguments(call)
-        result = getattr(worker, call.method)(*arguments)
+        if isinstance(result, Exception):
+            raise result
+        value = result.result() if isinstance(result, PendingOutput) else result
         if call.reply_ranks is not None and rank not in call.reply_ranks:
-            return None
-        return codec.encode_result(call, rank, result)
+            return
+        reply = codec.encode_result(call, rank, value)
     except Exception as error:
-        return codec.encode_failure(call, rank, RpcFailure.of(error))
+        reply = codec.encode_failure(call, rank, RpcFailure.of(error))
+    send(reply)
