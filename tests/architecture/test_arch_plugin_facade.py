@@ -7,7 +7,9 @@ import pytest
 from import_rules import Import, exported_names, imports_of, module_name
 from workspace import ROOT, Distribution, plugin_distributions
 
-FACADE = frozenset({"hardpoint", "hardpoint.errors", "hardpoint.ipc", "hardpoint.logging", "hardpoint.process"})
+FACADE = frozenset(
+    {"hardpoint", "hardpoint.config", "hardpoint.errors", "hardpoint.ipc", "hardpoint.logging", "hardpoint.process"}
+)
 FACADE_TREES = ("hardpoint.interfaces", "hardpoint.testing")
 RUNTIME = "hardpoint_torch_runtime"
 
