@@ -282,6 +282,17 @@ def test_workers_end_with_the_engine(tmp_path: Path, how: signal.Signals, state:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_the_output_rank_answers_for_the_step(folder: Path) -> None:
+    """R4.8: with a pipeline it is the first rank of the last stage, and only its result is awaited."""
+    config = worker_config(2, Fault("execute", "hang", (0,)))
+    parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=1, pipeline_parallel_size=2)
+    assert parallel.output_rank == 1
+    ctx = executor_context(folder, msgspec.structs.replace(config, parallel=parallel))
+    executor = create(ctx, MultiprocOptions())
+    assert executor.execute(empty_step(0)).result(20).step_id == 0
+    executor.shutdown(0.5)
+
+
 def test_a_shutdown_from_the_failure_callback_is_allowed(start: Start) -> None:
     executor = start(2)
     done = threading.Event()
