@@ -7,14 +7,18 @@ The "model" is configured by its name's settings in ``ModelInfo.config``: ``step
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, cast
 
-from hardpoint.errors import ModelFormatError, WorkerError
+from pydantic import BaseModel
+
+from hardpoint.errors import HardpointError, ModelFormatError, WorkerError
 from hardpoint.interfaces import (
     DeviceDescription,
     EngineSettings,
@@ -40,8 +44,12 @@ from hardpoint.interfaces import (
     plugin,
     spec_to_wire,
 )
+from hardpoint.interfaces.endpoint import Endpoint, EndpointContext
+from hardpoint.interfaces.engine import ModelRouter, Prompt, RequestOutput
 from hardpoint.interfaces.kv_cache import BlockHash
 from hardpoint.interfaces.platform import LogicalDevice
+from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
+from hardpoint.interfaces.request import OutputKind, SamplingParams
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.step import Deferred, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.tokenizer import Tokenizer
@@ -134,7 +142,16 @@ class FakeSource(ModelSource):
         return ("fake",)
 
 
+class ScriptOptions(BaseModel):
+    """``script`` becomes the model's configuration (see the top of this file)."""
+
+    script: dict[str, Any] = {}
+
+
 class FakeLoader(WeightLoader):
+    def __init__(self, script: dict[str, Any] | None = None) -> None:
+        self.script = script or {}
+
     def accepts(self, artifact: ModelArtifact) -> bool:
         return artifact.source == "fake"
 
@@ -142,7 +159,7 @@ class FakeLoader(WeightLoader):
         return ModelInfo(
             artifact=artifact,
             architecture="Fake",
-            config={},
+            config=self.script,
             max_position=256,
             vocab_size=VOCAB_SIZE,
             dtype="float32",
@@ -177,7 +194,7 @@ class FakeStatLogger(StatLogger):
         """Nothing is buffered."""
 
 
-@plugin("platform")
+@plugin("platform", probe=lambda: ProbeResult(ProbeStatus.AVAILABLE, "a fake is always there"))
 def create_platform(ctx: PluginContext, options: Any) -> Platform:
     return FakePlatform()
 
@@ -227,11 +244,53 @@ def create_source(ctx: PluginContext, options: Any) -> ModelSource:
     return FakeSource()
 
 
-@plugin("weight_loader")
-def create_loader(ctx: PluginContext, options: Any) -> WeightLoader:
-    return FakeLoader()
+@plugin("weight_loader", options=ScriptOptions)
+def create_loader(ctx: PluginContext, options: ScriptOptions) -> WeightLoader:
+    return FakeLoader(options.script)
 
 
 @plugin("stat_logger")
 def create_stat_logger(ctx: PluginContext, options: Any) -> StatLogger:
     return FakeStatLogger()
+
+
+class FakeEndpoint(Endpoint):
+    """``POST /generate/{num_tokens}``: one JSON line per output, the last one with the reason or the error."""
+
+    def __init__(self, router: ModelRouter) -> None:
+        self.router = router
+
+    def routes(self) -> Any:
+        from fastapi import APIRouter
+        from fastapi.responses import StreamingResponse
+
+        router = APIRouter()
+
+        @router.post("/generate/{num_tokens}", response_class=StreamingResponse)
+        async def generate(num_tokens: int) -> StreamingResponse:
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, output_kind=OutputKind.DELTA)
+            outputs = self.router.resolve(None).generate(Prompt(text="hello"), params)
+            first = await anext(outputs)
+            return StreamingResponse(self.lines(first, outputs))
+
+        return router
+
+    async def lines(self, first: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncIterator[str]:
+        async with contextlib.aclosing(outputs):
+            yield line(first)
+            try:
+                async for output in outputs:
+                    yield line(output)
+            except HardpointError as error:
+                yield json.dumps({"error": type(error).__name__}) + "\n"
+
+
+def line(output: RequestOutput) -> str:
+    sequence = output.outputs[0]
+    return json.dumps({"text": sequence.text, "reason": sequence.finish_reason}) + "\n"
+
+
+@plugin("endpoint")
+def create_endpoint(ctx: EndpointContext, options: Any) -> Endpoint:
+    assert ctx.router is not None
+    return FakeEndpoint(ctx.router)

@@ -85,7 +85,7 @@ async def test_either_key_in_either_header(headers: dict[str, str]) -> None:
     ],
 )
 async def test_anything_else_is_refused(headers: dict[str, str]) -> None:
-    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    encoded = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     async with http(make_app(keys=KEYS)[0]) as client:
         assert (await client.post("/echo?api_key=first-key-1", headers=encoded)).status_code == 401
 

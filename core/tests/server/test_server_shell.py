@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from fastapi import APIRouter, WebSocket
-from server_support import RAISED, EchoEndpoint, http, make_app
 
 from hardpoint.config import ServerConfig
 from hardpoint.errors import EngineNotReadyError, InvalidRequestError, PluginConflictError
 from hardpoint.interfaces.endpoint import Endpoint
 from hardpoint.server.app import Engines, started
 from hardpoint.testing import FakeEngineClient
+from server_support import RAISED, EchoEndpoint, http, make_app
 
 LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|secret|\.py")
 
@@ -215,7 +215,7 @@ async def test_request_ids_are_echoed_on_every_answer(given: str) -> None:
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "ä"])
 async def test_odd_request_ids_are_not_echoed(given: str) -> None:
     async with http(make_app()[0]) as client:
-        response = await client.get("/live", headers={"x-request-id": given.encode()})
+        response = await client.get("/live", headers={b"x-request-id": given.encode()})
         assert "x-request-id" not in response.headers
 
 
