@@ -300,3 +300,18 @@ def test_a_shutdown_from_the_failure_callback_is_allowed(start: Start) -> None:
     os.kill(executor.pids[0], signal.SIGKILL)
     assert done.wait(10)
     wait_until(partial(lambda pids: not any(map(alive, pids)), executor.pids))
+
+
+def test_a_step_whose_device_never_answers_holds_nothing_else_up(folder: Path) -> None:
+    """R4.9: submitting does not wait for results, neither for the next step nor for the end."""
+    executor = create(
+        executor_context(folder, worker_config(1, Fault("result", "hang"), pending=True)), MultiprocOptions()
+    )
+    futures = [executor.execute(empty_step(step_id)) for step_id in range(3)]
+    assert not any(future.done() for future in futures)
+    began = time.monotonic()
+    executor.shutdown(0.5)
+    assert time.monotonic() - began < 5.0
+    for future in futures:
+        with pytest.raises(EngineDeadError, match="shut down"):
+            future.result(1)
