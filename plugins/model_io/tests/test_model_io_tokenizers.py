@@ -199,7 +199,7 @@ SPM_PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)
 
 
 def spm_vocabulary(**changes: Any) -> dict[str, Any]:
-    types = [2, 3, 3, *[6] * 256, *[1] * (len(SPM_PIECES) - 259)]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(SPM_PIECES) - 261), 4, 4]
     scores = [0.0] * 259 + [-float(i) for i in range(len(SPM_PIECES) - 259)]
     return {"ggml.model": "llama", "ggml.tokens": SPM_PIECES, "ggml.scores": scores, "ggml.token_type": types,
             "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0, **changes}  # fmt: skip
@@ -224,6 +224,7 @@ def test_sentencepiece_ids_equal_the_references(
     theirs, _ = mapping.convert_gguf_tokenizer(architecture, fields)
     expected = theirs.encode(text, add_special_tokens=False).ids
     assert ours.encode(text, add_special_tokens=False) == expected
+    assert ours.vocab_size == len(SPM_PIECES)
     assert ours.encode(text) == [1, *expected]
     plain = [token_id for token_id in expected if token_id != 2]
     assert streamed(ours, [], plain) == theirs.decode(plain) == ours.decode(plain)

@@ -105,10 +105,15 @@ def _flag(file: GgufFile, name: str, default: bool) -> bool:
 
 
 def _add_special_tokens(backend: Backend, vocabulary: Vocabulary) -> None:
-    """Control tokens become special ones; user-defined tokens are kept whole, but are text."""
+    """Control tokens become special ones; user-defined tokens are kept whole, but are text.
+
+    A token the pipeline spells differently (Gemma's runs of spaces) is found by merging instead: added under the
+    stored spelling it would get an id beyond the vocabulary.
+    """
     for token_type, is_special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         indices = np.flatnonzero(vocabulary.types == token_type).tolist()
-        added = [AddedToken(vocabulary.tokens[i], normalized=False, special=is_special) for i in indices]
+        texts = [vocabulary.tokens[i] for i in indices if backend.token_to_id(vocabulary.tokens[i]) == i]
+        added = [AddedToken(text, normalized=False, special=is_special) for text in texts]
         if is_special:
             backend.add_special_tokens(added)
         else:
