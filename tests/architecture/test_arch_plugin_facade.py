@@ -73,7 +73,7 @@ def test_plugins_import_only_the_facade(distribution: Distribution) -> None:
     [
         "from hardpoint.engine.core import EngineCore",
         "import hardpoint.plugins.registry",
-        "def f():\n    from hardpoint.config import ModelConfig",
+        "def f():\n    from hardpoint.launch import prepare",
         "from hardpoint.interfaces._private import X",
         "from hardpoint.errors import _hidden",
         "import_module('hardpoint.ipc.codec')",
