@@ -148,6 +148,7 @@ def prepare(
         chat_template=_read_template(engine.model.chat_template_file),
         runtime_dir=runtime_dir,
         log_level=config.log_level,
+        drain_timeout_s=config.server.drain_timeout_s,
     )
     return Launch(spec, runtime, artifact)
 

@@ -168,9 +168,13 @@ async def test_a_full_queue_refuses_before_anything_is_sent(start: Start) -> Non
         with pytest.raises(OverloadedError, match="at most 3"):
             await collect(llm, PROMPT, GREEDY)
         for task in tasks:
+            assert not task.done()
+        for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         assert len(await collect(llm, PROMPT, GREEDY)) >= 1
+        with pytest.raises(InvalidRequestError, match="3 sequences at a time"):
+            await collect(llm, PROMPT, SamplingParams(n=4))
 
 
 async def test_a_passed_deadline_aborts(start: Start) -> None:

@@ -276,7 +276,7 @@ def test_one_sequence_keeps_the_request_id(processor: InputProcessor) -> None:
     (request,) = done.requests
     assert request.request_id == done.request_id
     assert request.prompt_token_ids.tolist() == list(done.prompt_token_ids) == [1, 100, 101]
-    assert (request.deadline, request.priority, request.tenant, request.cache_salt) == (105.0, 3, "t", "s")
+    assert (request.deadline, request.priority, request.tenant, request.cache_salt) == (105.0, 3, "t", "t/s")
     assert (request.eos_token_ids, request.sampling.max_tokens, request.arrival_time) == ((2,), 61, 100.0)
 
 
@@ -288,6 +288,19 @@ def test_each_sequence_has_its_own_id_and_seed(processor: InputProcessor) -> Non
     assert [r.sampling.n for r in done.requests] == [1, 1, 1]
     assert [r.sampling.prompt_logprobs for r in done.requests] == [1, None, None]
     assert done.prompt_text is None
+
+
+def test_tenants_never_share_a_prefix(processor: InputProcessor) -> None:
+    """Class 45: whatever salts they choose."""
+
+    def salt(tenant: str, salt: str | None) -> str | None:
+        prompt = Prompt(text="a", cache_salt=salt)
+        return processor.process(prompt, SamplingParams(), RequestOptions(tenant=tenant)).requests[0].cache_salt
+
+    assert salt("", None) is None
+    assert salt("", "s") == "s"
+    salts = [salt("a", None), salt("b", None), salt("a", "b"), salt("a:b", None), salt("a", "s"), salt("", "a")]
+    assert len(set(salts)) == len(salts)
 
 
 def test_a_clients_own_id_is_never_the_engines(processor: InputProcessor) -> None:

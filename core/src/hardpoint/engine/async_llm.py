@@ -15,7 +15,7 @@ from hardpoint.engine.process_client import ProcessClient
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.stats import StatFanout
 from hardpoint.engine.validation import validate_batch
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, OverloadedError
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
 from hardpoint.interfaces.stat_logger import StatLogger
@@ -180,6 +180,8 @@ class AsyncLLM:
         if self._is_draining:
             raise EngineNotReadyError("the server is shutting down and takes no new requests")
         limit = self._max_unfinished
+        if limit is not None and num_sequences > limit:
+            raise InvalidRequestError(f"n is {num_sequences}; this server takes {limit} sequences at a time", param="n")
         if limit is not None and self._outputs.num_sequences + num_sequences > limit:
             raise OverloadedError(
                 f"{self._outputs.num_sequences} sequences are running or waiting, at most {limit} are taken; "

@@ -87,7 +87,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,
                 client_index=self._client_index,
-                cache_salt=prompt.cache_salt,
+                cache_salt=_salt(prompt, options),
                 priority=options.priority,
                 deadline=None if options.timeout_s is None else arrival + options.timeout_s,
                 tenant=options.tenant,
@@ -104,3 +104,8 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     seed = None if params.seed is None else (params.seed + index + _INT64 // 2) % _INT64 - _INT64 // 2
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     return msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+
+def _salt(prompt: Prompt, options: RequestOptions) -> str | None:
+    """Tenants never share cached prefixes (class 45); no salt or tenant may hold the slash that keeps them apart."""
+    return f"{options.tenant}/{prompt.cache_salt or ''}" if options.tenant else prompt.cache_salt

@@ -22,6 +22,7 @@ from hardpoint.errors import EngineDeadError, InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.plugins.hooks import HookRunner
 from hardpoint.process import announce_stop
 from hardpoint.roles import ProcessRole
 
@@ -42,6 +43,7 @@ class LLM:
 
     def __init__(self, model: str, *, launch: Launcher = launch_model, **settings: Any) -> None:
         started = launch(model, settings, ROLES)
+        HookRunner.from_runtime(started.runtime).call("process_started", roles=ROLES, rank=None)
         frontend = Frontend.from_spec(started.spec, started.runtime)
         core = build_engine(started.spec, started.runtime)
         self._assemble(core, frontend, started.spec.max_unfinished, lambda: announce_stop(started.runtime))
