@@ -133,7 +133,7 @@ class StubHub:
 def test_one_commit_serves_every_file_and_only_needed_files(tmp_path: Path) -> None:
     """Class 9: the branch is read once; every file comes from the commit it pointed to."""
     hub = StubHub(tmp_path)
-    found = HubSource(hub).resolve("org/name", "my-branch")
+    found = HubSource(lambda: hub).resolve("org/name", "my-branch")
     assert found is not None
     assert hub.lookups == [("org/name", "my-branch")]
     assert {commit for _, commit in hub.fetched} == {COMMIT}
@@ -145,33 +145,33 @@ def test_one_commit_serves_every_file_and_only_needed_files(tmp_path: Path) -> N
 
 def test_a_gguf_file_of_a_repository_can_be_named(tmp_path: Path) -> None:
     hub = StubHub(tmp_path, files=("README.md", "a-Q4.gguf", "a-Q8.gguf"))
-    found = HubSource(hub).resolve("org/name:a-Q8.gguf", None)
+    found = HubSource(lambda: hub).resolve("org/name:a-Q8.gguf", None)
     assert found is not None
     assert found.files == ("a-Q8.gguf",)
     assert hub.fetched == [("a-Q8.gguf", COMMIT)]
     with pytest.raises(ModelNotFoundError, match=r"org/name:FILE\.gguf"):
-        HubSource(hub).resolve("org/name", None)
+        HubSource(lambda: hub).resolve("org/name", None)
     with pytest.raises(ModelNotFoundError, match=r"no file 'b\.gguf'"):
-        HubSource(hub).resolve("org/name:b.gguf", None)
+        HubSource(lambda: hub).resolve("org/name:b.gguf", None)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "/abs/path", "a/b/c", "../x", "org/..", "org/na me", "org/", "-x/y", ""])
 def test_other_names_are_not_hub_ids(tmp_path: Path, name: str) -> None:
     hub = StubHub(tmp_path)
-    assert HubSource(hub).resolve(name, None) is None
+    assert HubSource(lambda: hub).resolve(name, None) is None
     assert hub.lookups == []
 
 
 def test_pickled_repositories_are_refused_before_downloading(tmp_path: Path) -> None:
     hub = StubHub(tmp_path, files=("config.json", "pytorch_model.bin"))
     with pytest.raises(ModelNotFoundError, match="never loaded"):
-        HubSource(hub).resolve("org/name", None)
+        HubSource(lambda: hub).resolve("org/name", None)
     assert hub.fetched == []
 
 
 def test_a_hub_without_a_commit_is_not_trusted(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no commit"):
-        HubSource(StubHub(tmp_path, commit="main")).resolve("org/name", None)
+        HubSource(lambda: StubHub(tmp_path, commit="main")).resolve("org/name", None)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_a_hub_without_a_commit_is_not_trusted(tmp_path: Path) -> None:
 )
 def test_without_hub_and_cache_the_message_says_what_to_do(tmp_path: Path, hub: dict, message: str) -> None:
     with pytest.raises(ModelNotFoundError, match=message):
-        HubSource(StubHub(tmp_path, **hub)).resolve("org/name", None)
+        HubSource(lambda: StubHub(tmp_path, **hub)).resolve("org/name", None)
 
 
 @pytest.mark.parametrize("hub", [{"offline": True}, {"error": HubUnreachableError("no route")}])
 def test_the_cache_answers_when_the_hub_cannot(tmp_path: Path, hf_folder: MakeFolder, hub: dict) -> None:
     root = hf_folder(name=COMMIT)
-    found = HubSource(StubHub(tmp_path, cached=str(root), **hub)).resolve("org/name", None)
+    found = HubSource(lambda: StubHub(tmp_path, cached=str(root), **hub)).resolve("org/name", None)
     assert found is not None
     assert (found.revision, found.root, found.files) == (COMMIT, str(root), ("config.json", "model.safetensors"))
 
@@ -216,7 +216,7 @@ def test_an_unreachable_hub_is_told_within_seconds(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.perf_counter()
     with pytest.raises(ModelNotFoundError, match="cannot be reached"):
-        HubSource(HuggingFaceClient(1.0, str(tmp_path))).resolve("org/name", None)
+        HubSource(lambda: HuggingFaceClient(1.0, str(tmp_path))).resolve("org/name", None)
     assert time.perf_counter() - started < 10
 
 

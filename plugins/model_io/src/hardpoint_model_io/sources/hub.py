@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,12 +63,17 @@ class HubClient(Protocol):
 
 
 class HubSource(ModelSource):
-    """Answers for ``org/name`` and ``org/name:file.gguf``."""
+    """Answers for ``org/name`` and ``org/name:file.gguf``. The client is made for the first such name only: its
+    library is slow to import."""
 
     priority = 30
 
-    def __init__(self, client: HubClient) -> None:
-        self._client = client
+    def __init__(self, make_client: Callable[[], HubClient]) -> None:
+        self._make_client = make_client
+
+    @cached_property
+    def _client(self) -> HubClient:
+        return self._make_client()
 
     def resolve(self, name: str, revision: str | None) -> ModelArtifact | None:
         match = _HUB_NAME.fullmatch(name)
@@ -131,6 +137,9 @@ def _choose(name: str, names: Sequence[str], file: str | None) -> tuple[str, ...
 
 @plugin("model_source", options=HubOptions)
 def create(ctx: PluginContext, options: HubOptions) -> ModelSource:
-    from hardpoint_model_io.sources.hub_client import HuggingFaceClient
+    def make_client() -> HubClient:
+        from hardpoint_model_io.sources.hub_client import HuggingFaceClient
 
-    return HubSource(HuggingFaceClient(options.timeout_s, options.cache_dir))
+        return HuggingFaceClient(options.timeout_s, options.cache_dir)
+
+    return HubSource(make_client)
