@@ -14,7 +14,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.platform import EngineSettings, LogicalDevice, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import PluginContext, ProbeStatus, ProcessRole, declaration_of
 from hardpoint_cpu.host import Host
-from hardpoint_cpu.platform import CpuOptions, CpuPlatform, create, probe
+from hardpoint_cpu.platform import CpuOptions, CpuPlatform, bound_spinning, create, probe
 
 GIB = 1 << 30
 DEVICE = LogicalDevice(0)
@@ -133,6 +133,20 @@ class TestThreads:
         with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
             platform.thread_plan(1, {"OMP_NUM_THREADS": text})
 
+    @pytest.mark.parametrize(
+        ("environment", "expected"),
+        [
+            ({}, "1000"),
+            ({"GOMP_SPINCOUNT": "7"}, "7"),
+            ({"OMP_WAIT_POLICY": "active"}, None),
+        ],
+    )
+    def test_spinning_is_bounded_unless_the_operator_decides(
+        self, environment: dict[str, str], expected: str | None
+    ) -> None:
+        bound_spinning(environment, 1000)
+        assert environment.get("GOMP_SPINCOUNT") == expected
+
 
 class TestDevice:
     def test_memory_is_the_hosts(self, platform: CpuPlatform) -> None:
@@ -169,7 +183,8 @@ class TestPlugin:
         assert declaration.capabilities["fallback"] is True
         assert probe().status is ProbeStatus.AVAILABLE
 
-    def test_the_factory_gives_the_platform(self) -> None:
+    def test_the_factory_gives_the_platform(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", "5")
         ctx = PluginContext("cpu", 1, frozenset({ProcessRole.ENGINE}))
         platform = create(ctx, CpuOptions(block_size=8))
         assert (platform.kind, platform.device_type, platform.options.block_size) == (PlatformKind.CPU, "cpu", 8)

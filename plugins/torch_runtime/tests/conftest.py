@@ -483,3 +483,10 @@ def loop_backend() -> type[LoopBackend]:
 @pytest.fixture(scope="session")
 def hand_builders() -> tuple[Callable[..., SchedulerOutput], Callable[..., NewRow]]:
     return hand_step, hand_row
+
+
+@pytest.fixture(scope="session")
+def tiny_world() -> tuple[TinyWorld, TorchWorker]:
+    """One started worker shared by property tests."""
+    world = TinyWorld()
+    return world, world.start()
