@@ -105,14 +105,16 @@ def test_what_can_never_run_ends_at_once() -> None:
 
 
 def test_a_full_queue_and_a_live_id_are_refused() -> None:
-    scheduler = make_scheduler(max_waiting=1)
-    scheduler.add(request("a", [4]))
+    scheduler = make_scheduler(max_waiting=1, max_num_seqs=1)
+    assert scheduler.add(request("a", [4])) is None
     with pytest.raises(ValueError, match="a is already live"):
         scheduler.add(request("a", [4]))
+    assert scheduler.add(request("b", [4])) is None, "the free slot takes one of the two, so one waits"
     with pytest.raises(OverloadedError, match="--max-waiting allows 1"):
-        scheduler.add(request("b", [4]))
+        scheduler.add(request("c", [4]))
     scheduler.schedule()
-    assert scheduler.add(request("b", [4])) is None
+    with pytest.raises(OverloadedError, match="--max-waiting allows 1"):
+        scheduler.add(request("c", [4]))
     assert sorted(scheduler.live_request_ids()) == ["a", "b"]
 
 

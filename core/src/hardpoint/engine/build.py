@@ -45,7 +45,7 @@ def engine_facts(core: EngineCore, spec: EngineSpec, runtime: PluginRuntime) -> 
         tasks=core.executor.supported_tasks(),
         num_blocks=blocks,
         capacity_tokens=blocks * spec.worker_config.block_size,
-        load_reports=(runtime.report(),),
+        load_reports=(runtime.report(), *core.executor.load_reports()),
     )
 
 

@@ -60,7 +60,7 @@ class FcfsScheduler(Scheduler):
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
-        if state.limits.max_waiting is not None and state.num_waiting >= state.limits.max_waiting:
+        if self._queue_is_full():
             raise OverloadedError(
                 f"{state.num_waiting} requests wait already and --max-waiting allows {state.limits.max_waiting}; "
                 "retry later or raise it"
@@ -74,6 +74,12 @@ class FcfsScheduler(Scheduler):
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
         state.extensions.on_added(live)
         return None
+
+    def _queue_is_full(self) -> bool:
+        """Requests that the next step can take to a free slot do not count as waiting."""
+        state = self._state
+        limit = state.limits.max_waiting
+        return limit is not None and state.num_waiting >= limit + state.table.num_free
 
     def finish(self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         return self._lifecycle.finish_from_outside(request_ids, reason, error)
