@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardpoint.interfaces.step import BlockUpdate, SchedulerOutput
 from hardpoint_torch_runtime.runner.input_batch import UNWRITTEN_SLOT, InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.slot_state import SlotState
 
@@ -220,6 +222,38 @@ def test_blocks_appear_split_in_the_kernel_table(make_step: Any, make_row: Any) 
     batch = builder.build(step)
     assert batch.block_tables[0][0, :4].tolist() == [10, 11, 6, 7]
     assert batch.slot_mappings[0].tolist() == [20, 21, 22, 23, 12, 13]
+
+
+def test_each_group_has_its_own_tables_and_slots(make_row: Any) -> None:
+    """R4.50, R4.51: the same tokens, mapped by each group's block size and blocks."""
+    state = SlotState(NUM_SLOTS, MAX_LEN, [2, 4])
+    builder = InputBuilder(state, MAX_TOKENS, torch.device("cpu"))
+
+    def ints(*values: int) -> np.ndarray:
+        return np.asarray(values, dtype=np.int32)
+
+    row = msgspec.structs.replace(make_row(1, [9] * 6, []), block_ids=(ints(5, 3, 8), ints(2, 7)))
+    step = SchedulerOutput(
+        step_id=0,
+        slots=ints(1),
+        generations=ints(1),
+        num_computed_tokens=ints(1),
+        num_scheduled_tokens=ints(5),
+        samples=np.asarray([True]),
+        new_rows=(row,),
+        new_blocks=(BlockUpdate(ints(0), ints()), BlockUpdate(ints(0), ints())),
+        finished_slots=ints(),
+        preempted_slots=ints(),
+        blocks_to_zero=ints(),
+        num_common_prefix_blocks=(0, 0),
+        num_tokens=5,
+    )
+    apply(state, step)
+    batch = builder.build(step)
+    assert batch.slot_mappings[0].tolist() == [11, 6, 7, 16, 17]
+    assert batch.slot_mappings[1].tolist() == [9, 10, 11, 28, 29]
+    assert batch.block_tables[0][0, :3].tolist() == [5, 3, 8]
+    assert batch.block_tables[1][0, :2].tolist() == [2, 7]
 
 
 def test_a_step_over_the_token_limit_names_both_numbers(make_step: Any, make_row: Any) -> None:

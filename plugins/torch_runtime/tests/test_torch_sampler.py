@@ -235,6 +235,29 @@ class TestOrder:
         batch.sample(some_logits(3), Sampler([Push("changes", False), Push("keeps", True)]))
         assert seen == {"changes": [3, 1, 5], "keeps": [1]}
 
+    def test_a_processor_that_lies_about_invariance_is_caught(self, batch: Batch) -> None:
+        """R6.14: on request only, since it costs two passes over the logits."""
+
+        class Liar(LogitsProcessor):
+            argmax_invariant = True
+
+            def add(self, row: NewRow) -> bool:
+                del row
+                return True
+
+            def remove(self, slot: int) -> None:
+                del slot
+
+            def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+                del slots
+                logits[:, 3] = 1000.0
+                return logits
+
+        batch.add(0, temperature=1.0, seed=1)
+        assert batch.sample(some_logits(1), Sampler([Liar()])).token_ids.tolist() == [3]
+        with pytest.raises(RuntimeError, match="Liar declares argmax_invariant"):
+            batch.sample(some_logits(1), Sampler([Liar()], checks_invariance=True))
+
 
 class TestGreedy:
     def test_half_precision_logits_are_promoted(self, batch: Batch) -> None:

@@ -355,12 +355,20 @@ class TestStartUp:
         assert worker.kv_cache_budget() == world.platform.budget - world.platform.used
         assert world.start(kv_cache_bytes=12345).kv_cache_budget() == 12345
         assert worker.supported_tasks() == ["generate"]
-        worker.warm_up()
         worker.check_health()
         worker.shutdown()
         worker.shutdown()
         with pytest.raises(RuntimeError):
             worker.check_health()
+
+    def test_warming_up_leaves_no_trace(self, world: Any) -> None:
+        """Slots, null block and the engine's stream of draws are as before."""
+        requests = [world.engine_request(name, prompt, temperature=1.0) for name, prompt in PROMPTS.items()]
+        cold, warm = world.start(), world.start()
+        warm.warm_up()
+        assert not warm.runner.state.slots.occupied.any()
+        assert not any(view.any() for view in warm.runner.kv.views.values())
+        assert world.generate(warm, requests) == world.generate(cold, requests)
 
     def test_an_unknown_architecture_is_named(self, world: Any) -> None:
         del world.plugins.factories["model", "TinyForCausalLM"]

@@ -25,6 +25,7 @@ from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
 from hardpoint_torch_runtime.runner.slot_state import SlotState
+from hardpoint_torch_runtime.runner.warm_up import run_warm_up
 from hardpoint_torch_runtime.sampling.sampler import Sampler
 from hardpoint_torch_runtime.sampling.slot_params import SlotSampling
 
@@ -34,13 +35,15 @@ __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
 class TorchWorkerOptions(BaseModel):
     """``logits_processors`` are the ``logits_processor`` plugins to run, in this order.
 
-    ``warm_up_tokens`` is the size of the larger of the two forwards made before the first request.
+    ``warm_up_tokens`` is the length of the made-up prompt that is computed before the first request.
+    ``check_logits_processors`` stops the step when one that declares itself argmax-invariant is not.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     logits_processors: tuple[str, ...] = ()
     warm_up_tokens: int = Field(default=64, ge=1)
+    check_logits_processors: bool = False
 
 
 class TorchWorker(Worker):
@@ -156,11 +159,14 @@ class TorchWorker(Worker):
         )
         state = BatchState(slots, sampling, kv, PromptEmbeddings(), processors, refuse_row)
         inputs = InputBuilder(slots, worker.max_num_batched_tokens, self.device, groups.kernel_blocks)
-        self._runner = ModelRunner(self.loaded.model, groups, kv, state, inputs, Sampler(processors))
+        sampler = Sampler(processors, checks_invariance=self.options.check_logits_processors)
+        self._runner = ModelRunner(self.loaded.model, groups, kv, state, inputs, sampler)
 
     def warm_up(self) -> None:
-        for num_tokens in {1, min(self.options.warm_up_tokens, self.config.max_num_batched_tokens)}:
-            profile_forward(self.loaded.model, num_tokens, self.device)
+        config = self.config
+        longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+        if longest > 0:
+            run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
         return self.runner.execute(step)

@@ -42,10 +42,12 @@ class SamplerOutput:
 class Sampler:
     """Holds no batch state: equal logits and metadata give an equal result whatever ran before (R6.2).
 
-    ``processors`` are the ``logits_processor`` plugins, in configured order.
+    ``processors`` are the ``logits_processor`` plugins, in configured order. ``checks_invariance`` compares the argmax
+    around those that declare to keep it (R6.14), at the price of two more passes over the logits each.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(self, processors: Sequence[LogitsProcessor] = (), *, checks_invariance: bool = False) -> None:
+        self._checks_invariance = checks_invariance
         self._changing = tuple(entry for entry in processors if not entry.argmax_invariant)
         self._invariant = tuple(entry for entry in processors if entry.argmax_invariant)
 
@@ -103,9 +105,22 @@ class Sampler:
             apply_min_p(rows, metadata.min_p)
         slots = metadata.slots[metadata.random_rows.cpu().numpy()]
         for processor in self._invariant:
-            rows = processor.apply(rows, slots)
+            rows = self._apply_invariant(processor, rows, slots)
         rows = apply_top_k_top_p(rows, metadata.top_k, metadata.top_p)
         return draw(rows, metadata.uniforms)
+
+    def _apply_invariant(self, processor: LogitsProcessor, rows: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        if not self._checks_invariance:
+            return processor.apply(rows, slots)
+        # Values, not positions, are compared: among equal logits any may come first.
+        best = rows.argmax(dim=-1, keepdim=True)
+        rows = processor.apply(rows, slots)
+        if bool((rows.gather(1, best) < rows.amax(dim=-1, keepdim=True)).any()):
+            raise RuntimeError(
+                f"logits processor {type(processor).__name__} declares argmax_invariant, but another token became the "
+                "most probable one; declare argmax_invariant = False"
+            )
+        return rows
 
     def _logprobs(
         self,
