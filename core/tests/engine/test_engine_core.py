@@ -110,6 +110,23 @@ def test_each_client_gets_one_frame_per_step() -> None:
     assert core.num_live == 0
 
 
+def test_statistics_of_steps_without_outputs_are_told_once() -> None:
+    core = build(max_num_batched_tokens=4)
+    first = core.untold_stats()
+    assert first is not None
+    assert (first.outputs, first.stats) == ([], core.scheduler.stats())
+    assert core.untold_stats() is None
+    core.add(request("a", length=20))
+    assert core.step() == {}, "a part of a prompt has no output"
+    during = core.untold_stats()
+    assert during is not None
+    assert during.stats is not None
+    assert during.stats.num_running == 1
+    run(core)
+    core.untold_stats()
+    assert core.untold_stats() is None
+
+
 def test_hooks_see_every_request_come_and_go_once() -> None:
     hooks = Recorder()
     core = build(hooks=hooks)

@@ -15,7 +15,7 @@ from typing import Any
 from hardpoint.engine.pipeline import GrammarSource, StepPipeline
 from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.executor import Executor
-from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason
+from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SchedulerStats
 from hardpoint.interfaces.scheduler import PauseMode, Scheduler
 
 __all__ = ["ERROR_CODE", "UTILITIES", "EngineCore"]
@@ -58,6 +58,7 @@ class EngineCore:
         self._clients: dict[str, int] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._outbox: dict[int, list[EngineOutput]] = {}
+        self._told: SchedulerStats | None = None
         self._lost_worker: str | None = None
         self._needs_check = False
         executor.on_failure(self._worker_died)
@@ -140,7 +141,16 @@ class EngineCore:
         if not outbox:
             return {}
         stats = self.scheduler.stats() if self.dead_reason is None else None
+        self._told = stats
         return {client: EngineOutputs(outputs, stats, self._clock()) for client, outputs in outbox.items()}
+
+    def untold_stats(self) -> EngineOutputs | None:
+        """A frame of statistics alone, if they changed since the last frame: steps without outputs tell nothing."""
+        stats = self.scheduler.stats() if self.dead_reason is None else None
+        if stats is None or stats == self._told:
+            return None
+        self._told = stats
+        return EngineOutputs([], stats, self._clock())
 
     def utility(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Run one of :data:`UTILITIES`. Raises ``ConfigError`` for another name and whatever the call raises."""

@@ -193,6 +193,9 @@ class EngineServer:
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_S
             self._sockets.send_all(wire.Heartbeat(self._core.num_steps))
+            news = self._core.untold_stats()
+            if news is not None:
+                self._sockets.send_all(wire.Outputs(news))
 
     def _send_frames(self, frames: dict[int, EngineOutputs]) -> None:
         for client, batch in frames.items():

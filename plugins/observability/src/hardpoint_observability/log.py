@@ -43,7 +43,9 @@ class LogStats(StatLogger):
         interval.stats = event.stats
         interval.num_prompt_tokens += event.num_prompt_tokens
         interval.num_generated_tokens += event.num_generated_tokens
-        interval.has_news = True
+        # Statistics come while nothing happens too, such as right after the start.
+        if event.num_requests or event.num_prompt_tokens or event.num_generated_tokens:
+            interval.has_news = True
 
     def on_finished(self, event: RequestFinished) -> None:
         interval = self._models.get(event.model)

@@ -12,6 +12,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
 from hardpoint.interfaces.engine import EngineClient, ModelRouter
 from hardpoint.interfaces.plugin import NoOptions, plugin
+from hardpoint.interfaces.request import SchedulerStats
 from hardpoint.interfaces.stat_logger import MetricsExporter
 
 __all__ = ["OpsEndpoint", "create"]
@@ -64,13 +65,13 @@ def _state(client: EngineClient) -> str:
 
 
 def _load(client: EngineClient) -> dict[str, Any]:
-    stats = client.stats()
-    if stats is None:
-        return {"running": 0, "waiting": 0, "kv_cache_usage": 0.0}
+    stats = client.stats() or SchedulerStats()
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
         "kv_cache_usage": round(stats.kv_cache_usage, 4),
+        "free_kv_blocks": stats.num_free_blocks,
+        "total_kv_blocks": stats.num_total_blocks,
     }
 
 
