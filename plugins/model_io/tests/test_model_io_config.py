@@ -60,6 +60,32 @@ def test_tasks_follow_the_architecture(hf_folder: MakeFolder, as_artifact: AsArt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"hidden_size": 10**9}, "'hidden_size' is 1000000000, but no dimension of the weights is longer than 32"),
+        ({"vocab_size": 10**9}, "'vocab_size' is 1000000000"),
+        ({"head_dim": 10**9}, "'head_dim' is 1000000000"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000, but the weights are only 2 tensors"),
+        ({"num_hidden_layers": "1"}, "'num_hidden_layers' is \"1\""),
+        ({"hidden_size": 32.0}, "'hidden_size' is 32.0"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide evenly over 3"),
+        ({"text_config": {"vocab_size": 9, "max_position_embeddings": 9, "hidden_size": 10**9}}, "'hidden_size' is"),
+    ],
+)
+def test_sizes_that_no_model_of_these_tensors_has_are_refused_before_memory_is_taken(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        SafetensorsWeightLoader().describe(as_artifact(hf_folder(change)))
+    assert "config.json" in str(caught.value)
+
+
+def test_sizes_given_per_layer_are_left_to_the_architecture(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"intermediate_size": [64, 10**9]})))
+    assert info.config["intermediate_size"] == [64, 10**9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"vocab_size": None}, "vocab_size"),
         ({"vocab_size": -1}, "'vocab_size' is -1"),
         ({"vocab_size": "many"}, "'vocab_size' is \"many\""),

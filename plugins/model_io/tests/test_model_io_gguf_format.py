@@ -135,7 +135,10 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     started = time.perf_counter()
     with pytest.raises(ModelFormatError, match="not a regular file"):
         read_gguf(path)
-    assert not GgufWeightLoader().accepts(ModelArtifact(name="p", root=str(tmp_path), files=(path.name,), source="t"))
+    artifact = ModelArtifact(name="p", root=str(tmp_path), files=(path.name,), source="t")
+    assert GgufWeightLoader().accepts(artifact), "by its name: then the message can say what is wrong with it"
+    with pytest.raises(ModelFormatError, match="not a regular file"):
+        GgufWeightLoader().describe(artifact)
     assert time.perf_counter() - started < 1
 
 

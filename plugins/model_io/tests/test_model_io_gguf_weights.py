@@ -41,7 +41,10 @@ def test_the_demo_model_is_described(smollm2: ModelArtifact) -> None:
     assert (info.eos_token_ids, info.bos_token_id) == ((2,), 1)
     assert info.config["rms_norm_eps"] == 1e-5
     assert info.config["tie_word_embeddings"] is True
-    assert GgufWeightLoader().num_bytes(info) < 98_362_432
+    for packed in (True, False):
+        loader = GgufWeightLoader(packed=packed)
+        assert loader.num_bytes(info) == sum(tensor.data.nbytes for tensor in loader.tensors(info))
+    assert GgufWeightLoader(packed=True).num_bytes(info) < 98_362_432
 
 
 def test_every_tensor_of_the_demo_model_equals_the_reference(smollm2: ModelArtifact) -> None:

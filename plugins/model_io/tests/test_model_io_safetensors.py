@@ -153,7 +153,7 @@ def sharded(root: Path, weight_map: dict[str, Any] | None = None) -> Path:
 
 
 def test_shards_are_read_through_the_index(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
-    artifact = as_artifact(sharded(hf_folder(tensors={})))
+    artifact = as_artifact(sharded(hf_folder({"intermediate_size": 40, "vocab_size": 40}, tensors={})))
     loader = SafetensorsWeightLoader()
     info = loader.describe(artifact)
     assert [found.name for found in loader.tensors(info)] == ["a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from hardpoint_model_io.formats.gguf_names import (
     map_tensor_name,
 )
 from hardpoint_model_io.formats.gguf_vocabulary import end_token_ids
+from hardpoint_model_io.weights.sizes import check_sizes
 
 _PLAIN_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -43,12 +45,16 @@ class GgufWeightLoader(WeightLoader):
         self._packed = packed
 
     def accepts(self, artifact: ModelArtifact) -> bool:
-        """A single file beginning with the GGUF magic number."""
-        return len(artifact.files) == 1 and starts_with(confined_path(artifact.root, artifact.files[0]), MAGIC)
+        """A single file called ``.gguf`` or beginning with the magic number; :meth:`describe` tells of damage."""
+        if len(artifact.files) != 1:
+            return False
+        (name,) = artifact.files
+        return name.endswith(".gguf") or starts_with(confined_path(artifact.root, name), MAGIC)
 
     def describe(self, artifact: ModelArtifact) -> ModelInfo:
         file, row = _open(artifact)
         config = build_config(file, row)
+        check_sizes(config, (tensor.shape for tensor in file.tensors.values()), file.path)
         for name in file.tensors:
             if name not in IGNORED_TENSORS:
                 map_tensor_name(row, name, file.path)
@@ -65,8 +71,9 @@ class GgufWeightLoader(WeightLoader):
         )
 
     def num_bytes(self, info: ModelInfo) -> int:
-        file, _ = _open(info.artifact)
-        return sum(tensor.num_bytes for name, tensor in file.tensors.items() if name not in IGNORED_TENSORS)
+        file, row = _open(info.artifact)
+        stored = [tensor for name, tensor in file.tensors.items() if name not in IGNORED_TENSORS]
+        return sum(_yielded_bytes(map_tensor_name(row, one.name, file.path), one, self._packed) for one in stored)
 
     def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
         file, row = _open(info.artifact)
@@ -89,6 +96,12 @@ def _dominant_dtype(file: GgufFile) -> str:
     for tensor in file.tensors.values():
         sizes[tensor.type.storage_name] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "float32"
+
+
+def _yielded_bytes(mapped: MappedName, stored: GgufTensor, packed: bool) -> int:
+    """Size of what :func:`_read_tensor` makes of a tensor."""
+    is_dequantized = mapped.transform is Transform.SUBTRACT_ONE or (stored.type.is_packed and not packed)
+    return 4 * prod(stored.shape) if is_dequantized else stored.num_bytes
 
 
 def _read_tensor(file: GgufFile, stored: GgufTensor, mapped: MappedName, info: ModelInfo, packed: bool) -> WeightTensor:

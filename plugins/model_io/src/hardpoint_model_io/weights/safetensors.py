@@ -18,6 +18,7 @@ from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_model_io.files import confined_path, read_json_object
 from hardpoint_model_io.formats.safetensors import SafetensorsFile, read_safetensors
 from hardpoint_model_io.weights.config_json import CONFIG, describe_config
+from hardpoint_model_io.weights.sizes import check_sizes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,10 +36,14 @@ class SafetensorsWeightLoader(WeightLoader):
     def describe(self, artifact: ModelArtifact) -> ModelInfo:
         """Reads the configuration and the header of every shard, so that damage shows before any process starts."""
         sizes: Counter[str] = Counter()
+        shapes = []
         for shard in _shards(artifact):
             for tensor in shard.tensors.values():
                 sizes[tensor.dtype.name] += tensor.num_bytes
-        return describe_config(artifact, "safetensors", sizes.most_common(1)[0][0] if sizes else None)
+                shapes.append(tensor.shape)
+        info = describe_config(artifact, "safetensors", sizes.most_common(1)[0][0] if sizes else None)
+        check_sizes(info.config, shapes, f"{artifact.root}/{CONFIG}")
+        return info
 
     def num_bytes(self, info: ModelInfo) -> int:
         return sum(tensor.num_bytes for shard in _shards(info.artifact) for tensor in shard.tensors.values())

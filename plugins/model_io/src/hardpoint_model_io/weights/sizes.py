@@ -1,0 +1,58 @@
+"""Holds a configuration against the tensors beside it, before anybody allocates memory on its word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hardpoint.errors import ModelFormatError
+
+__all__ = ["check_sizes"]
+
+_LENGTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_SLACK = 16
+"""Quantized checkpoints store up to this many values in one element: 2-bit codes in a 32-bit word."""
+
+
+def check_sizes(config: Mapping[str, Any], shapes: Iterable[tuple[int, ...]], origin: str) -> None:
+    """Raise ``ModelFormatError`` naming ``origin`` and the field that no model made of these tensors can have.
+
+    Sizes that are merely wrong pass: where the weights are loaded, each tensor that does not fit is named.
+    Fields that are absent, null or a list (one value per layer) are left to the architecture's own code, and so is
+    everything where ``shapes`` is empty.
+    """
+    shapes = list(shapes)
+    text = config.get("text_config", config)
+    sizes = {
+        name: _size(text[name], name, origin) for name in (*_LENGTHS, "num_hidden_layers") if _is_given(text, name)
+    }
+    query, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if query and shared and query % shared:
+        raise ModelFormatError(f"{origin}: {query} attention heads do not divide evenly over {shared} key/value heads")
+    if not shapes:
+        return
+    layers = sizes.pop("num_hidden_layers", 0)
+    if layers > len(shapes):
+        raise _misfit(origin, "num_hidden_layers", layers, f"the weights are only {len(shapes)} tensors")
+    longest = max((length for shape in shapes for length in shape), default=1)
+    for name, size in sizes.items():
+        if size > longest * _SLACK:
+            raise _misfit(origin, name, size, f"no dimension of the weights is longer than {longest}")
+
+
+def _is_given(config: Mapping[str, Any], name: str) -> bool:
+    return config.get(name) is not None and not isinstance(config[name], list)
+
+
+def _size(value: Any, name: str, origin: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFormatError(f"{origin}: {name!r} is {json.dumps(value)[:80]}, but must be a positive number")
+    return value
+
+
+def _misfit(origin: str, name: str, value: int, fact: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{origin}: {name!r} is {value}, but {fact}; configuration and weights do not belong together, "
+        "download both again"
+    )
