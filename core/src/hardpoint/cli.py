@@ -83,8 +83,7 @@ def _plugin_commands() -> dict[str, str]:
 def _run_plugin_command(name: str, rest: list[str]) -> int:
     names = _plugin_commands()
     if name not in names:
-        known = ", ".join((*_COMMANDS, *names))
-        print(f"hardpoint: unknown command {name!r}; commands: {known}", file=sys.stderr)
+        print(f"hardpoint: {_unknown_command(name, (*_COMMANDS, *names))}", file=sys.stderr)
         return _USAGE
     from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
     from hardpoint.roles import ProcessRole
@@ -96,6 +95,14 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"hardpoint {name}", description=command.help)
     command.add_arguments(parser)
     return int(command.run(parser.parse_args(rest)))
+
+
+def _unknown_command(name: str, known: Sequence[str]) -> str:
+    from hardpoint.plugins.kinds import install_hint
+    from hardpoint.plugins.suggest import did_you_mean
+
+    hint = did_you_mean(name, known)
+    return f"unknown command {name!r}{hint}; commands: {', '.join(known)}; {install_hint('cli_command', name)}"
 
 
 def _overview() -> str:

@@ -31,6 +31,7 @@ from hardpoint.plugins import (
     parse_pins,
     select_platform,
 )
+from hardpoint.plugins.kinds import no_candidate
 from hardpoint.roles import ProcessRole
 
 __all__ = ["Launch", "plugin_selection", "prepare", "start_runtime"]
@@ -155,12 +156,14 @@ def prepare(
 
 def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifact:
     sources = _model_sources(runtime)
+    if not sources:
+        raise PluginNotFoundError(no_candidate("model_source"))
     for source in sources:
         artifact = source.resolve(engine.model.name, engine.model.revision)
         if artifact is not None:
             return artifact
     known = sorted({name for source in sources for name in source.known_names()})
-    asked = ", ".join(runtime.names("model_source")) or "none is installed"
+    asked = ", ".join(runtime.names("model_source"))
     hint = f"; known names: {', '.join(known)}" if known else ""
     raise ModelNotFoundError(
         f"no model source knows {engine.model.name!r} (asked: {asked}){hint}; "
@@ -170,6 +173,8 @@ def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifac
 
 def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: ModelArtifact) -> tuple[str, ModelInfo]:
     names = (engine.model.loader,) if engine.model.loader else runtime.names("weight_loader")
+    if not names:
+        raise PluginNotFoundError(no_candidate("weight_loader"))
     for name in names:
         base = runtime.context("weight_loader", name)
         context = WeightLoaderContext(**_fields(base))
@@ -177,8 +182,8 @@ def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: Mode
         if engine.model.loader or loader.accepts(artifact):
             return name, loader.describe(artifact)
     raise ModelFormatError(
-        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); "
-        f"installed loaders: {', '.join(runtime.names('weight_loader')) or 'none'}"
+        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); asked: "
+        f"{', '.join(names)}; give a folder with config.json and *.safetensors, or a .gguf file"
     )
 
 
@@ -189,7 +194,7 @@ def _find_tokenizer(runtime: PluginRuntime, artifact: ModelArtifact) -> str:
             return name
     installed = ", ".join(runtime.names("tokenizer"))
     if not installed:
-        raise PluginNotFoundError("no tokenizer plugin is installed; install a distribution that provides one")
+        raise PluginNotFoundError(no_candidate("tokenizer"))
     raise ModelFormatError(
         f"{artifact.root}: no tokenizer found for {artifact.name!r} (asked: {installed}); "
         "a folder needs tokenizer.json beside its weights, a GGUF file its own vocabulary"
@@ -293,7 +298,7 @@ def _read_template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"chat template {path!r} cannot be read: {error}; set --chat-template to a text file"
+            f"chat template {path!r} cannot be read: {error}; set --chat-template-file to a text file"
         ) from None
 
 

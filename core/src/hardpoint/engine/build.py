@@ -6,10 +6,11 @@ import logging
 import time
 from typing import Any
 
+from hardpoint import errors
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, HardpointError, WorkerError
 from hardpoint.interfaces.executor import Executor, ExecutorContext
 from hardpoint.interfaces.kv_cache import KVCacheConfig, KVLayout, KVPlanRequest, spec_from_wire
 from hardpoint.interfaces.plugin import PluginContext
@@ -32,11 +33,22 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     executor: Executor = _create(runtime, "executor", spec.executor, ExecutorContext, worker=spec.worker, **fields)
     try:
         core = _build_around(spec, runtime, executor)
+    except WorkerError as error:
+        executor.shutdown()
+        raise _as_raised(error) from error
     except BaseException:
         executor.shutdown()
         raise
     _logger.info("engine %s is ready after %.1f s", spec.model_name, time.monotonic() - started)
     return core
+
+
+def _as_raised(error: WorkerError) -> HardpointError:
+    """What a worker raised on purpose under its own class, so that callers can tell a bad model from a bad worker."""
+    known = getattr(errors, error.kind, None)
+    if not (isinstance(known, type) and issubclass(known, HardpointError) and known.__init__ is Exception.__init__):
+        return error
+    return known(str(error).partition(f"{error.kind}: ")[2] or str(error))
 
 
 def engine_facts(core: EngineCore, spec: EngineSpec, runtime: PluginRuntime) -> EngineFacts:

@@ -12,7 +12,7 @@ from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.roles import ProcessRole
 
 __all__ = ["GROUP_PREFIX", "KINDS", "Cardinality", "KindSpec", "Phase", "Trust"]
-__all__ += ["kind_spec", "missing_plugin", "no_candidate"]
+__all__ += ["install_hint", "kind_spec", "missing_plugin", "no_candidate"]
 
 GROUP_PREFIX = "hardpoint."
 
@@ -131,7 +131,7 @@ def kind_spec(kind: str) -> KindSpec:
 
 def no_candidate(kind: str) -> str:
     """What to say when a kind that is needed has no plugin at all."""
-    return f"no {kind} plugin is installed; {_install_hint(kind)}"
+    return f"no {kind} plugin is installed; {install_hint(kind)}"
 
 
 def missing_plugin(kind: str, name: str, installed: Iterable[str], refusal: str = "") -> PluginNotFoundError:
@@ -140,10 +140,11 @@ def missing_plugin(kind: str, name: str, installed: Iterable[str], refusal: str 
         return PluginNotFoundError(f"{kind} plugin {name!r} is installed but refused: {refusal}")
     names = sorted(installed)
     listed = f"{did_you_mean(name, names)}; installed: {', '.join(names) or 'none'}"
-    return PluginNotFoundError(f"no {kind} plugin {name!r}{listed}; {_install_hint(kind, name)}")
+    return PluginNotFoundError(f"no {kind} plugin {name!r}{listed}; {install_hint(kind, name)}")
 
 
-def _install_hint(kind: str, name: str = "<name>") -> str:
+def install_hint(kind: str, name: str = "<name>") -> str:
+    """What to do about a plugin that is not there."""
     # The core knows no distribution by name, so it can only say what one must provide.
     return (
         f"install a distribution that provides the entry point {kind_spec(kind).group}:{name} (a newly added entry "

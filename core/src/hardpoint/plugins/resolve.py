@@ -89,7 +89,10 @@ class _Draft:
         for name in chosen.allow or ():
             if name not in known:
                 why = [entry.reason for entry in self.discovery.refused if entry.name == name]
-                fault = f"is refused: {why[0]}" if why else f"is not installed{did_you_mean(name, known)}"
+                missing = (
+                    f"is not installed{did_you_mean(name, known)}; install its distribution or take it off the list"
+                )
+                fault = f"is refused: {why[0]}" if why else missing
                 self.problems.append(PluginNotFoundError(f"plugin {name!r} on the list {ALLOW_VARIABLE} {fault}"))
         wanted = {(kind, name) for kind in chosen.choices for name in chosen.named(kind)}
         wanted |= {*chosen.defaults.items(), *(("endpoint", name) for name in chosen.endpoints or ())}

@@ -87,8 +87,7 @@ def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToo
         model: Model = plugins.create("model", architecture, context)
     except PluginNotFoundError as error:
         raise UnsupportedModelError(
-            f"no installed plugin runs the architecture {architecture!r} of {config.model.artifact.name!r}; installed: "
-            f"{', '.join(sorted(plugins.names('model'))) or 'none'}. Install a distribution that provides it"
+            f"nothing installed runs the architecture {architecture!r} of {config.model.artifact.name!r}: {error}"
         ) from error
     return model
 
