@@ -1,0 +1,244 @@
+"""Reference pages that are written by the code they describe.
+
+python tests/support/generate_docs.py           say which pages are out of date
+python tests/support/generate_docs.py --write   write them
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
+from hardpoint.plugins import KINDS, KindSpec, Trust
+from workspace import ROOT, core, plugin_distributions
+
+__all__ = ["PAGES", "configuration", "plugin_kinds", "stale_pages"]
+
+_NOTE = "<!-- Written by tests/support/generate_docs.py; change the code it reads, then run it with --write. -->"
+_ENGINE_SECTIONS = tuple(EngineConfig.model_fields)
+_PLUGIN_FLAGS: Mapping[str, tuple[str, str]] = {
+    "allow": ("`--plugins NAMES`", "`HARDPOINT_PLUGINS`"),
+    "pins": ("`--pin KIND:NAME=DIST`, repeatable", "–"),
+    "strict": ("`--strict-plugins`", "`HARDPOINT_PLUGINS_STRICT`"),
+}
+
+
+def _section_model(owner: type[BaseModel], field: str) -> type[BaseModel]:
+    annotation: Any = owner.model_fields[field].annotation
+    found: type[BaseModel] = annotation
+    return found
+
+
+def _type(info: FieldInfo) -> str:
+    """The field's type in a reader's words, with its bounds."""
+    annotation: Any = info.annotation
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is tuple:
+        words = "list of texts"
+    elif parts and all(isinstance(part, str) for part in parts):
+        words = " \\| ".join(f"`{part}`" for part in parts)
+    else:
+        plain = parts[0] if parts else annotation
+        words = _scalar(plain, info)
+    bounds = [f"{sign} {value}" for sign, value in _bounds(info)]
+    return f"{words}, {', '.join(bounds)}" if bounds else words
+
+
+def _scalar(annotation: Any, info: FieldInfo) -> str:
+    if get_origin(annotation) is tuple:
+        return "list of texts"
+    validators = {getattr(part, "func", None) for part in (*info.metadata, *getattr(annotation, "__metadata__", ()))}
+    names = {getattr(function, "__name__", "") for function in validators}
+    if "parse_bytes" in names:
+        return "size"
+    if "parse_count" in names:
+        return "count"
+    return {bool: "switch", int: "integer", float: "number", str: "text"}.get(annotation, str(annotation))
+
+
+def _bounds(info: FieldInfo) -> Iterator[tuple[str, Any]]:
+    for part in info.metadata:
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            value = getattr(part, name, None)
+            if value is not None:
+                yield sign, value
+
+
+def _default(info: FieldInfo) -> str:
+    value = info.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return f"`{', '.join(value)}`"
+    return f"`{_size(value) if _type(info).startswith('size') else value}`"
+
+
+def _size(number: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number % 1024**power == 0:
+            return f"{number // 1024**power}{unit}"
+    return str(number)
+
+
+def _flag(field: str, info: FieldInfo) -> str:
+    option = "--" + field.replace("_", "-")
+    if _type(info).startswith("switch"):
+        return f"`{option}`, `--no-{option[2:]}`"
+    return f"`{option}`, repeatable" if "list" in _type(info) else f"`{option}`"
+
+
+def _table(
+    model: type[BaseModel], flags: Callable[[str, FieldInfo], tuple[str, str]], only: tuple[str, ...] = ()
+) -> str:
+    lines = ["| key | flag | environment | value | default | meaning |", "|---|---|---|---|---|---|"]
+    for field, info in model.model_fields.items():
+        if not only or field in only:
+            flag, variable = flags(field, info)
+            meaning = (info.description or "").replace("|", "\\|")
+            lines.append(f"| `{field}` | {flag} | {variable} | {_type(info)} | {_default(info)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _common(field: str, info: FieldInfo) -> tuple[str, str]:
+    if field == "name":
+        return "first argument", "–"
+    return _flag(field, info), f"`HARDPOINT_{field.upper()}`"
+
+
+def configuration() -> str:
+    """``docs/reference/configuration.md`` from the pydantic models."""
+    parts = [_NOTE, "# Settings", _INTRODUCTION.strip()]
+    for section in _ENGINE_SECTIONS:
+        model = _section_model(EngineConfig, section)
+        parts += [f"## `{section}`", (model.__doc__ or "").strip(), _table(model, _common)]
+    server = _section_model(AppConfig, "server")
+    parts += ["## `server`", (server.__doc__ or "").strip() + " `hardpoint serve` only.", _table(server, _common)]
+    parts += ["## Logging", "At the top level of a file.", _table(AppConfig, _common, ("log_level", "log_interval_s"))]
+    policy = _table(PluginPolicy, lambda field, _: _PLUGIN_FLAGS[field])
+    parts += ["## `plugin_policy`", (PluginPolicy.__doc__ or "").strip(), policy, _PLUGIN_OPTIONS.strip()]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """
+Every setting exists in three spellings: a key in a YAML file (`--config FILE` or `HARDPOINT_CONFIG`), a flag, and
+an environment variable. The command line wins over the environment, the environment over the file, the file over
+the default. In Python the engine's settings are keyword arguments: `LLM("smollm2", max_num_seqs=8)`. Unknown keys
+and values out of range stop the start, with one message that lists them all.
+
+Values: a *count* may be written `8k` or `2m` (thousands, millions); a *size* `512MiB`, `4GB` or plain bytes; a
+*list* is a YAML list, a repeated flag, or a comma-separated environment variable; a *switch* in the environment is
+one of 1, true, yes, on, 0, false, no, off. "–" is unset. Where it says that the platform decides, the start of the
+log tells what was decided.
+"""
+
+_PLUGIN_OPTIONS = """
+## `plugins`
+
+Each plugin's own options, under `plugins.<kind>.<name>` in a file or as `--plugin kind.name.key=value`:
+
+```yaml
+model: smollm2
+scheduler:
+  max_num_seqs: 16
+server:
+  endpoints: [openai, ops]
+plugins:
+  endpoint:
+    openai:
+      keepalive_s: 5
+```
+
+The plugin's options model decides what is allowed; an unknown key is an error that names the nearest known one.
+"""
+
+
+def _interface_of(kind: str) -> str:
+    """The module whose docstrings say that they define ``kind``."""
+    for path in sorted((core().source / "interfaces").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        first = text.partition('"""')[2].partition("\n")[0]
+        claims = f"Plugin kind ``{kind}``" in text or f"The kind ``{kind}``" in first
+        if claims or (first.startswith("Plugin kinds") and f"``{kind}``" in first):
+            return f"`hardpoint.interfaces.{path.stem}`"
+    if f"a ``{kind}`` plugin" in (core().source / "interfaces/kv_cache.py").read_text(encoding="utf-8"):
+        return "`hardpoint.interfaces.kv_cache`"
+    return "with its first plugin"
+
+
+def _built_in(spec: KindSpec) -> str:
+    names = [name for dist in plugin_distributions() for name in dist.entry_points.get(spec.group, {})]
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "–"
+
+
+def plugin_kinds() -> str:
+    """``docs/reference/plugin-kinds.md`` from the table of kinds, the interfaces and the entry points on disk."""
+    rows = [
+        "| kind | what it is | processes | when | how many | interface | in this repository |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for spec in KINDS.values():
+        name = f"`{spec.name}`" + (" *" if spec.required else "")
+        processes = "all" if len(spec.roles) == 4 else ", ".join(sorted(spec.roles))
+        many = spec.cardinality + (", if allow-listed" if spec.trust is Trust.ALLOW_LIST else "")
+        cells = (name, spec.description, processes, spec.phase, many, _interface_of(spec.name), _built_in(spec))
+        rows.append(f"| {' | '.join(cells)} |")
+    if {spec.api_version for spec in KINDS.values()} != {1}:
+        raise ValueError("kinds have different versions now: say each kind's own in the table")
+    return "\n\n".join([_NOTE, "# Plugin kinds", _KINDS_TEXT.strip(), "\n".join(rows), _LEGEND.strip()]) + "\n"
+
+
+_KINDS_TEXT = """
+A plugin is an entry point in the group `hardpoint.<kind>.v<major>`; every kind below is at version 1, so an
+endpoint is registered under `hardpoint.endpoint.v1`. An entry point for another version is seen, refused and
+reported, never imported.
+"""
+
+_LEGEND = """
+\\* a kind without which no engine starts.
+
+*Processes* whose code may be the plugin's: asking for it elsewhere is an error. *When*: the moment at which its
+code first runs there. *How many* are active: `exactly one` and `one` need a choice when
+several are installed; of a `keyed` kind those that something names; of `many` all that
+are admitted. *With its first plugin*: name and group are reserved, the interface is not written yet.
+
+See [Plugins](../concepts/plugins.md) for how they are chosen and [Write a plugin](../extend/write-a-plugin.md) for
+how to make one.
+"""
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/reference/configuration.md": configuration,
+    "docs/reference/plugin-kinds.md": plugin_kinds,
+}
+
+
+def stale_pages() -> list[str]:
+    """Pages on disk that differ from what the code says."""
+    found = []
+    for name, render in PAGES.items():
+        path = ROOT / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != render():
+            found.append(name)
+    return found
+
+
+def main() -> None:
+    stale = stale_pages()
+    print("\n".join(stale) or "all generated pages are up to date")
+    if "--write" in sys.argv[1:]:
+        for name in stale:
+            Path(ROOT / name).write_text(PAGES[name](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
