@@ -7,6 +7,7 @@ from typing import Any
 
 from hardpoint.engine.input_processor import InputProcessor
 from hardpoint.engine.spec import EngineSpec
+from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.engine import ModelLimits, Prompt
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint.plugins.runtime import PluginRuntime
@@ -33,7 +34,10 @@ class Frontend:
         self.model_name = model_name
         self.tasks = tasks
         self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids, tasks=tasks)
-        self._renderer = ChatRenderer(tokenizer, chat_template)
+        try:
+            self._renderer = ChatRenderer(tokenizer, chat_template)
+        except ModelFormatError as error:
+            raise ModelFormatError(f"model {model_name!r}: {error}") from None
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, runtime: PluginRuntime) -> Frontend:

@@ -27,7 +27,8 @@ class ChatTemplate:
             self.is_structured = _expects_parts(sandbox.parse(source))
             self._template = sandbox.from_string(source)
         except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-            raise ModelFormatError(f"the chat template cannot be compiled: {error}; give another one") from error
+            advice = "set --chat-template-file to another one"
+            raise ModelFormatError(f"the chat template cannot be compiled: {error}; {advice}") from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Takes up to two seconds: asynchronous callers run it in a thread.
