@@ -121,7 +121,7 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_preamble(cursor: Cursor) -> tuple[int, int]:
     start = cursor.take(4, "the magic number")
     if cursor.data[start : start + 4] != MAGIC:
-        raise ModelFormatError(f"{cursor.path} is not a GGUF file: it does not begin with 'GGUF'")
+        raise ModelFormatError(f"{cursor.path} is not a GGUF file: it does not begin with 'GGUF'; download it again")
     version = cursor.u32("version")
     if version not in (2, 3):
         hint = " (a big-endian file?)" if version & 0xFFFF == 0 and version else ""

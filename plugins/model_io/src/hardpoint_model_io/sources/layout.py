@@ -73,7 +73,7 @@ def folder_artifact(name: str, root: str, source: str, revision: str | None = No
     except ModelFormatError as error:
         raise ModelFormatError(f"{root}: {error}") from None
     if not files:
-        raise ModelFormatError(f"{root} holds no model: neither config.json with *.safetensors nor a *.gguf file")
+        raise ModelFormatError(f"{root} holds no model; it needs config.json with *.safetensors, or a *.gguf file")
     return ModelArtifact(name=name, root=os.path.abspath(root), files=files, source=source, revision=revision)
 
 

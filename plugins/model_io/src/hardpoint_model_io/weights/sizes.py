@@ -19,26 +19,25 @@ def check_sizes(config: Mapping[str, Any], shapes: Iterable[tuple[int, ...]], or
     """Raise ``ModelFormatError`` naming ``origin`` and the field that no model made of these tensors can have.
 
     Sizes that are merely wrong pass: where the weights are loaded, each tensor that does not fit is named.
-    Fields that are absent, null or a list (one value per layer) are left to the architecture's own code, and so is
-    everything where ``shapes`` is empty.
+    Fields that are absent, null or a list (one value per layer) are left to the architecture's own code.
+    Without ``shapes`` the fields are checked for themselves alone.
     """
     shapes = list(shapes)
     text = config.get("text_config", config)
     sizes = {
         name: _size(text[name], name, origin) for name in (*_LENGTHS, "num_hidden_layers") if _is_given(text, name)
     }
+    longest = max((length for shape in shapes for length in shape), default=1)
+    for name, size in sizes.items() if shapes else ():
+        if name == "num_hidden_layers" and size > len(shapes):
+            raise _misfit(origin, name, size, f"the weights are only {len(shapes)} tensors")
+        if name != "num_hidden_layers" and size > longest * _SLACK:
+            raise _misfit(origin, name, size, f"no dimension of the weights is longer than {longest}")
     query, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if query and shared and query % shared:
-        raise ModelFormatError(f"{origin}: {query} attention heads do not divide evenly over {shared} key/value heads")
-    if not shapes:
-        return
-    layers = sizes.pop("num_hidden_layers", 0)
-    if layers > len(shapes):
-        raise _misfit(origin, "num_hidden_layers", layers, f"the weights are only {len(shapes)} tensors")
-    longest = max((length for shape in shapes for length in shape), default=1)
-    for name, size in sizes.items():
-        if size > longest * _SLACK:
-            raise _misfit(origin, name, size, f"no dimension of the weights is longer than {longest}")
+        raise ModelFormatError(
+            f"{origin}: {query} attention heads do not divide evenly over {shared} key/value heads; download it again"
+        )
 
 
 def _is_given(config: Mapping[str, Any], name: str) -> bool:
