@@ -86,7 +86,8 @@ class Reader:
     def start(self, block: Block) -> None:
         with self.log.open("wb") as log:
             self.server = subprocess.Popen(
-                ["bash", "-c", f"exec {block.text}"],
+                # Without a shell in between, which would keep signals to itself.
+                ["bash", "-c", block.text.replace("hardpoint serve", "exec hardpoint serve")],
                 cwd=self.desk,
                 env={**self.environment, "HARDPOINT_PORT": str(self.port)},
                 stdout=log,
