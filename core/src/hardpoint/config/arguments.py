@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hardpoint.config.errors import from_validation
+from hardpoint.config.errors import from_validation, one_line
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
 from hardpoint.errors import ConfigError
 
@@ -114,18 +114,18 @@ def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Ap
         if value is None:
             continue
         target = rest if flag.section == "" else (engine if flag.section in _ENGINE_SECTIONS else rest)
-        holder = target if flag.section == "" else target.setdefault(flag.section, {})
+        holder = target if flag.section == "" else _section(target, flag.section)
         holder[flag.field] = value
     if arguments.model is not None:
-        engine.setdefault("model", {})["name"] = arguments.model
-    if "name" not in engine.get("model", {}):
+        _section(engine, "model")["name"] = arguments.model
+    if "name" not in _section(engine, "model"):
         raise ConfigError("no model is named; give one as the first argument or as model.name in the file")
     _apply_plugin_arguments(arguments, rest)
     name = engine["model"].get("served_name") or engine["model"]["name"]
     try:
         return AppConfig.model_validate({"engines": {str(name): engine}, **rest})
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, AppConfig) from None
 
 
 def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str]) -> Any:
@@ -148,7 +148,7 @@ def _read_file(path: str | None) -> dict[str, Any]:
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"configuration file {path!r} cannot be read: {error}") from None
+        raise ConfigError(f"configuration file {path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"configuration file {path!r} holds no mapping of sections")
     return document
@@ -161,7 +161,10 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     if engines is not None:
         if not isinstance(engines, dict) or len(engines) != 1:
             raise ConfigError("'engines' must hold exactly one engine; one server runs one model for now")
-        engine = dict(next(iter(engines.values())))
+        (given,) = engines.values()
+        if not isinstance(given, dict):
+            raise ConfigError(f"the entry under 'engines' must hold sections such as model and cache, not {given!r}")
+        engine = dict(given)
     else:
         engine = {key: document[key] for key in _ENGINE_SECTIONS if key in document}
     if isinstance(engine.get("model"), str):
@@ -173,6 +176,14 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     return engine, rest
 
 
+def _section(holder: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section as a place to put flags into. Raises ``ConfigError`` where the file holds something else."""
+    section = holder.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name!r} must be a section with settings of its own, not {section!r}")
+    return section
+
+
 def _apply_plugin_arguments(arguments: argparse.Namespace, rest: dict[str, Any]) -> None:
     for text in arguments.plugin:
         path, equals, value = text.partition("=")
@@ -180,8 +191,12 @@ def _apply_plugin_arguments(arguments: argparse.Namespace, rest: dict[str, Any])
         if not equals or len(parts) != 3 or not all(parts):
             raise ConfigError(f"--plugin {text!r} is not of the form kind.name.key=value")
         kind, name, key = parts
-        rest.setdefault("plugins", {}).setdefault(kind, {}).setdefault(name, {})[key] = yaml.safe_load(value)
-    policy = rest.setdefault("plugin_policy", {})
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--plugin {text!r}: the value cannot be read: {one_line(error)}") from None
+        _section(_section(_section(rest, "plugins"), kind), name)[key] = parsed
+    policy = _section(rest, "plugin_policy")
     if arguments.plugins is not None:
         policy["allow"] = tuple(part.strip() for part in arguments.plugins.split(",") if part.strip())
     if arguments.pin:

@@ -3,28 +3,60 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from hardpoint.errors import ConfigError
 
-__all__ = ["from_validation", "unknown_setting"]
+__all__ = ["from_validation", "one_line", "unknown_setting"]
+
+_ENGINES = "engines"
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
     """An error that names the nearest known setting."""
-    names = sorted(set(known) - {"name"})
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
-    return ConfigError(f"unknown setting {key!r}{hint}")
+    return ConfigError(f"unknown setting {key!r}{_nearest(key, set(known) - {'name'})}")
 
 
-def from_validation(error: ValidationError, where: str = "configuration") -> ConfigError:
-    """All faults of a validation in one line each, without the given values of secrets."""
-    lines = []
+def from_validation(error: ValidationError, root: type[BaseModel]) -> ConfigError:
+    """All faults of validating ``root`` on one line, without the given values of secrets.
+
+    Settings are named as in a file for one engine: ``cache.block_size``.
+    """
+    faults = []
     for fault in error.errors(include_url=False):
-        path = ".".join(str(part) for part in fault["loc"]) or where
-        given = "" if "api_key" in path else f" (given: {fault['input']!r})"
-        lines.append(f"{path}: {fault['msg']}{given}")
-    return ConfigError(f"invalid {where}: " + "; ".join(lines))
+        location = fault["loc"]
+        # In a file for one engine, its sections stand at the top.
+        shown = location[2:] if location[:1] == (_ENGINES,) and len(location) > 2 else location
+        path = ".".join(str(part) for part in shown) or "configuration"
+        if fault["type"] == "extra_forbidden":
+            faults.append(f"unknown setting {path!r}{_nearest(str(location[-1]), _siblings(root, location))}")
+        else:
+            given = "" if "api_key" in path else f" (given: {fault['input']!r})"
+            faults.append(f"{path}: {fault['msg']}{given}")
+    return ConfigError(f"invalid configuration: {'; '.join(faults)}")
+
+
+def one_line(error: Exception) -> str:
+    """The text of a library's error that draws pictures over several lines."""
+    return " ".join(str(error).split())
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
+
+
+def _siblings(root: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The fields that exist where the last part of ``location`` does not."""
+    model: Any = root
+    for part in location[:-1]:
+        is_model = isinstance(model, type) and issubclass(model, BaseModel)
+        model = model.model_fields[part].annotation if is_model else get_args(model)[-1]
+    names = list(model.model_fields)
+    if len(location) == 1 and _ENGINES in names:
+        names += get_args(root.model_fields[_ENGINES].annotation)[-1].model_fields
+    return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hardpoint.config.units import Bytes, Count
 
@@ -109,9 +109,9 @@ class EngineConfig(_Section):
     def from_settings(cls, model: str, **settings: Any) -> EngineConfig:
         """Flat keyword settings (``dtype="bfloat16", max_num_seqs=8``) sorted into their sections.
 
-        Raises ``ConfigError`` for a setting that no section has.
+        Raises ``ConfigError`` for a setting that no section has and for a value that cannot be.
         """
-        from hardpoint.config.errors import unknown_setting
+        from hardpoint.config.errors import from_validation, unknown_setting
 
         sections: dict[str, dict[str, Any]] = {"model": {"name": model}, "cache": {}, "scheduler": {}, "execution": {}}
         owners = {
@@ -123,7 +123,10 @@ class EngineConfig(_Section):
             if key not in owners or key == "name":
                 raise unknown_setting(key, owners)
             sections[owners[key]][key] = value
-        return cls.model_validate(sections)
+        try:
+            return cls.model_validate(sections)
+        except ValidationError as error:
+            raise from_validation(error, cls) from None
 
 
 class ServerConfig(_Section):
