@@ -142,6 +142,9 @@ def only_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def test_the_commands_report_by_exit_status(only_site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     complete(only_site)
+    assert run(only_site, "doctor") == 1
+    assert "no endpoint plugin 'openai'" in capsys.readouterr().out, "what a server opens by default is looked for"
+    only_site.install("acme-http", {"endpoint:openai": "a:b", "endpoint:ops": "a:c"})
     assert run(only_site, "doctor") == 0
     assert "no problems found" in capsys.readouterr().out
     assert run(only_site, "doctor", "--plugins", "nobody") == 1

@@ -241,6 +241,13 @@ def test_options_of_something_not_installed_are_an_error() -> None:
         plan_of(options={"scheduler": {"x": {}}})
 
 
+def test_setting_options_of_an_observer_counts_as_naming_it() -> None:
+    """So that a mistake in them stops the start instead of dropping the plugin with a warning."""
+    plan = plan_of(found("stat_logger", "b"), found("scheduler", "c"), options={"stat_logger": {"b": {"x": 1}}})
+    assert plan.find("stat_logger", "b").selected_by is SelectedBy.NAMED
+    assert plan_of(found("stat_logger", "b")).find("stat_logger", "b").selected_by is SelectedBy.INSTALLED
+
+
 def test_options_must_be_plain_data() -> None:
     with pytest.raises(ConfigError, match=r"plugins\.hooks\.x is not plain data"):
         plan_of(found("hooks", "x"), options={"hooks": {"x": {"a": object()}}})

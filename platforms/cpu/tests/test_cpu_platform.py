@@ -97,7 +97,7 @@ class TestSettings:
             ({"block_size": 0}, "block size 0 is below 1; set --block-size"),
             ({"max_num_seqs": -1}, "--max-num-seqs"),
             ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
-            ({"kv_cache_bytes": 0}, "--kv-cache-bytes"),
+            ({"kv_cache_bytes": 0}, "--kv-cache-memory"),
         ],
     )
     def test_impossible_settings_name_the_option(

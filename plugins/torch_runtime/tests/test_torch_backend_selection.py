@@ -77,7 +77,7 @@ class TestChoice:
         choice = select_attention_backend(backends.__getitem__, ["a", "b", "c"], need)
         assert choice.backend is backends["b"]
         assert choice.refused == (("a", "needs a GPU"),)
-        assert choice.table().splitlines() == ["  a     needs a GPU", "  loop  chosen"]
+        assert choice.table() == "a: needs a GPU; loop: chosen"
 
     def test_a_candidate_that_cannot_load_is_a_refusal_unless_forced(self, need: Any, loop_backend: Any) -> None:
         good = loop_backend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -225,11 +226,16 @@ def test_tensors_of_other_stages_are_passed_over() -> None:
     assert load(SecondStage(), stored(arrays)).ignored == ("blocks.1.norm.weight",)
 
 
-def test_the_bar_counts_stored_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    load(TinyModel(), stored(complete()), show_progress=True)
-    assert "Loading weights of tiny: 100%" in capsys.readouterr().err
-    load(TinyModel(), stored(complete()), show_progress=False)
-    assert capsys.readouterr().err == ""
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_counts_stored_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, shown, wanted in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        load(TinyModel(), stored(complete()), show_progress=shown)
+        assert ("Loading weights of tiny: 100%" in stream.getvalue()) is wanted
 
 
 def test_something_that_is_no_module_is_refused() -> None:

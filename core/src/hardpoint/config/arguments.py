@@ -26,6 +26,8 @@ __all__ = ["add_arguments", "load_config"]
 
 _ENGINE_SECTIONS = ("model", "cache", "scheduler", "execution")
 _OTHER_SECTIONS: Mapping[str, type[BaseModel]] = {"server": ServerConfig}
+_COMMA_LISTS = ("endpoints", "allowed_hosts")
+"""Lists whose flag takes commas as well as repetition; keys may hold commas and do not."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -130,6 +132,8 @@ def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Ap
 
 def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str]) -> Any:
     value = getattr(arguments, f"setting:{flag.section}:{flag.field}", None)
+    if value is not None and flag.field in _COMMA_LISTS:
+        value = tuple(part.strip() for given in value for part in given.split(",") if part.strip())
     if value is not None or flag.variable not in environ:
         return value
     text = environ[flag.variable]

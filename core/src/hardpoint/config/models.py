@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hardpoint.config.units import Bytes, Count
+from hardpoint.plugins.selection import DEFAULT_ENDPOINTS
 
 __all__ = [
     "AppConfig",
@@ -137,7 +138,7 @@ class ServerConfig(_Section):
     api_key: tuple[str, ...] = Field(default=(), description="key that requests must carry; repeatable")
     api_key_file: str | None = Field(default=None, description="file with one key per line")
     allow_anonymous: bool = Field(default=False, description="serve beyond loopback without any key")
-    endpoints: tuple[str, ...] = Field(default=("openai", "ops"), description="endpoint plugins that may open routes")
+    endpoints: tuple[str, ...] = Field(default=DEFAULT_ENDPOINTS, description="endpoint plugins that may open routes")
     max_body_bytes: Bytes = Field(default=64 * 2**20, ge=1024, description="largest request body")
     max_header_bytes: Bytes = Field(default=64 * 2**10, ge=1024, description="largest total of request headers")
     max_json_depth: int = Field(default=100, ge=1, le=1000, description="deepest nesting of a JSON body")

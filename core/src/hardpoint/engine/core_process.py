@@ -69,6 +69,8 @@ def main(payload: bytes) -> int:
     except _Terminated:
         return 0
     except Exception as error:
+        # The launcher ends this process as soon as it has read the report; that must not interrupt the reporting.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         known = isinstance(error, HardpointError)
         _logger.error("the engine could not start: %s: %s", type(error).__name__, error, exc_info=not known)
         sockets.send_all(wire.StartupFailed(type(error).__name__, str(error)))

@@ -65,8 +65,15 @@ def _print(args: argparse.Namespace, *, probe: bool) -> tuple[str, ...]:
 
 def _selection(args: argparse.Namespace) -> PluginSelection:
     from hardpoint.errors import ConfigError
-    from hardpoint.plugins.selection import PluginSelection, parse_names, parse_pins
+    from hardpoint.plugins.selection import (
+        DEFAULT_ENDPOINTS,
+        ENDPOINT_VARIABLE,
+        PluginSelection,
+        parse_names,
+        parse_pins,
+    )
 
+    endpoints = parse_names(os.environ.get(ENDPOINT_VARIABLE) if args.endpoints is None else args.endpoints)
     choices: dict[str, tuple[str, ...]] = {}
     for use in args.use:
         kind, equals, name = use.partition("=")
@@ -76,7 +83,7 @@ def _selection(args: argparse.Namespace) -> PluginSelection:
     return PluginSelection.from_environment(
         os.environ,
         allow=parse_names(args.plugins),
-        endpoints=parse_names(args.endpoints),
+        endpoints=DEFAULT_ENDPOINTS if endpoints is None else endpoints,
         choices=choices,
         pins=parse_pins(args.pin),
         strict=args.strict_plugins,

@@ -90,7 +90,7 @@ _ROWS = (
     KindSpec("executor", _ENGINE, _AT_ENGINE, _ONE, "runs the workers", required=True),
     KindSpec("scheduler", _ENGINE, _AT_ENGINE, _ONE, "decides what each step computes", required=True),
     KindSpec("scheduling_policy", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "the order of waiting requests"),
-    KindSpec("kv_layout", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "how cache blocks lie in memory"),
+    KindSpec("kv_layout", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "how cache blocks lie in memory", required=True),
     KindSpec("kv_cache_spec", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "cache managers", required=True),
     KindSpec("kv_connector", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "moves cache blocks between instances"),
     KindSpec("hash", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "block hashes", required=True),

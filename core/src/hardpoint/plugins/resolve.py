@@ -143,6 +143,9 @@ class _Draft:
         """Judge one plugin by trust, allow-list and task, and plan or refuse it."""
         spec = KINDS[plugin.kind]
         named = plugin.name in self.selection.named(plugin.kind)
+        if spec.trust is Trust.LOAD and spec.cardinality is Cardinality.MANY:
+            # Nobody sets options of a plugin without wanting it: a typing error in them must not just drop it.
+            named = named or plugin.name in self.selection.options.get(plugin.kind, {})
         allowed = self.selection.allow is None or plugin.name in self.selection.allow
         denial = self._denial(plugin, spec, named or allowed)
         if denial:

@@ -15,6 +15,9 @@ __all__ = ["ALLOW_VARIABLE", "ENDPOINT_SETTING", "STRICT_VARIABLE", "PluginSelec
 ALLOW_VARIABLE = "HARDPOINT_PLUGINS"
 STRICT_VARIABLE = "HARDPOINT_PLUGINS_STRICT"
 ENDPOINT_SETTING = "server.endpoints"
+ENDPOINT_VARIABLE = "HARDPOINT_ENDPOINTS"
+DEFAULT_ENDPOINTS = ("openai", "ops")
+"""The endpoints a server opens unless told otherwise: one visible configuration value."""
 
 
 class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ class CpuPlatform(Platform):
             "tokens per step", settings.max_num_batched_tokens, default_tokens, "--max-num-batched-tokens"
         )
         settings.kv_cache_bytes = _positive(
-            "KV cache size", settings.kv_cache_bytes, self._kv_cache_bytes(settings.world_size), "--kv-cache-bytes"
+            "KV cache size", settings.kv_cache_bytes, self._kv_cache_bytes(settings.world_size), "--kv-cache-memory"
         )
 
     def thread_plan(self, world_size: int, environment: Mapping[str, str]) -> ThreadPlan:

@@ -23,8 +23,8 @@ class AttentionChoice:
     refused: tuple[tuple[str, str], ...] = ()
 
     def table(self) -> str:
-        """One line per candidate looked at."""
-        return _table([*self.refused, (self.backend.name, "chosen")])
+        """Every candidate looked at with what became of it, on one line for the log."""
+        return "; ".join(f"{name}: {reason}" for name, reason in (*self.refused, (self.backend.name, "chosen")))
 
 
 def attention_need(config: WorkerConfig, device: DeviceDescription) -> AttentionNeed:
@@ -79,7 +79,7 @@ def select_attention_backend(
         if reason is None:
             choice = AttentionChoice(backend, tuple(refused))
             if logger is not None:
-                logger.info("attention backend:\n%s", choice.table())
+                logger.info("attention backend: %s", choice.table())
             return choice
         refused.append((name, reason))
     if forced is not None:

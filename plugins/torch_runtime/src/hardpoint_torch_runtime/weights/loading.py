@@ -92,7 +92,9 @@ def _slots(model: Model) -> dict[str, _Slot]:
 def _bar(loader: WeightLoader, info: ModelInfo, shown: bool) -> Iterator[tqdm]:
     total = loader.num_bytes(info) if shown else None
     label = f"Loading weights of {info.artifact.name}"
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not shown, dynamic_ncols=True) as bar:
+    # None: shown on a terminal only. A log file would keep every redrawn frame.
+    disable = None if shown else True
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True) as bar:
         yield bar
 
 
