@@ -89,6 +89,19 @@ def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess, phase: Any
     assert_freed(server, aborted)
 
 
+def test_a_stalled_reader_holds_nobody_up_and_may_leave(server: ServerProcess) -> None:
+    alone = server.complete(**CONTROL)["token_ids"]
+    aborted = server.ended("abort")
+    request = decoding(COMPLETIONS, "stalled", stream=True, logprobs=20)
+    with open_request(server, COMPLETIONS, request):
+        running(server, 1)
+        # By then what was sent to nobody fills the sockets' buffers.
+        generated = lambda: server.load()["total_kv_blocks"] - server.load()["free_kv_blocks"] > 100  # noqa: E731
+        until(generated, 60, "some 1,600 tokens are generated, unread")
+        assert server.complete(**CONTROL)["token_ids"] == alone
+    assert_freed(server, aborted)
+
+
 def test_a_reset_connection_counts_as_left(server: ServerProcess) -> None:
     aborted = server.ended("abort")
     with open_request(server, COMPLETIONS, decoding(COMPLETIONS, "reset", stream=True)) as client:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from invalid_values import LEAK
-from server_process import PATIENCE, ServerProcess, Stream, serving, until
+from server_process import PATIENCE, ServerProcess, Stream, WholeAnswer, serving, until
 
 pytestmark = pytest.mark.timeout(300 * PATIENCE)
 
@@ -37,6 +37,7 @@ def endless_streams(server: ServerProcess) -> list[Stream]:
 def test_a_killed_engine_or_worker_is_told_to_everybody(tiny: Path, executor: str, victim: str) -> None:
     with serving(tiny, "--executor", executor, "--max-num-batched-tokens", "64") as server:
         streams = endless_streams(server)
+        whole = WholeAnswer(server, max_tokens=ENDLESS)
         (process,) = server.named(victim)
         killed_at = time.monotonic()
         process.kill()
@@ -49,6 +50,9 @@ def test_a_killed_engine_or_worker_is_told_to_everybody(tiny: Path, executor: st
             # What a client reads is fixed text (class 25).
             assert LEAK.search(str(stream.lines[-2:])) is None
         assert [stream.status for stream in streams] == [200] * 6 + [503], "only the last one had no token yet"
+        whole.join()
+        assert (whole.status, whole.body["error"]["code"]) == (503, "engine_dead")
+        assert whole.ended_at - killed_at < STREAMS_END_S * PATIENCE
         assert server.status("/live") == 503
         for streaming in (False, True):
             with server.sdk() as sdk, pytest.raises(openai.InternalServerError) as refused:
@@ -110,16 +114,17 @@ def assert_next_start_cleans(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_not_ready_then_not_alive_and_comes_back(tiny: Path) -> None:
-    with serving(tiny) as server:
+@pytest.mark.parametrize(("executor", "victim"), [("uniproc", "engine-"), ("multiproc", "worker-")])
+def test_a_stopped_engine_is_not_ready_then_not_alive_and_comes_back(tiny: Path, executor: str, victim: str) -> None:
+    with serving(tiny, "--executor", executor) as server:
         alone = server.complete(max_tokens=4000)["token_ids"]
         stream = Stream(server, max_tokens=4000)
         stream.wait_begun()
-        engine = server.engine()
-        engine.suspend()
+        (process,) = server.named(victim)
+        process.suspend()
         until(lambda: server.status("/ready") == 503, 10.5, "/ready is 503")
         until(lambda: server.status("/live") == 503, 20.5, "/live is 503")
-        engine.resume()
+        process.resume()
         until(lambda: server.status("/ready") == 200, 5, "/ready is 200 again")
         assert server.status("/live") == 200
         stream.join()

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from server_process import PATIENCE, ServerProcess, Stream, serving, until
+from server_process import PATIENCE, ServerProcess, Stream, WholeAnswer, serving, until
 
 pytestmark = pytest.mark.timeout(300 * PATIENCE)
 
-LONG, ENDLESS = 1_000, 30_000
+LONG, ENDLESS = 800, 30_000
 """Tokens that take seconds, and minutes."""
-
-
-class WholeAnswer:
-    """A request without streaming, on a thread. ``status`` and ``body`` are its answer."""
-
-    def __init__(self, server: ServerProcess, **fields: Any) -> None:
-        self.status = 0
-        self.body: dict[str, Any] = {}
-        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
-        self._thread = threading.Thread(target=self._read, args=(server, body), daemon=True)
-        self._thread.start()
-
-    def _read(self, server: ServerProcess, body: dict[str, Any]) -> None:
-        answer = server.http.post("/v1/completions", json=body)
-        self.status, self.body = answer.status_code, answer.json()
-
-    def join(self) -> None:
-        self._thread.join(120 * PATIENCE)
-        assert not self._thread.is_alive(), "a request hangs"
 
 
 def assert_refuses_new_requests(server: ServerProcess) -> None:
@@ -46,8 +25,7 @@ def assert_refuses_new_requests(server: ServerProcess) -> None:
         assert (refused.value.status_code, refused.value.code) == (503, "not_ready")
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
-@pytest.mark.parametrize("whole_group", [False, True], ids=["server", "group"])
+@pytest.mark.parametrize(("executor", "whole_group"), [("uniproc", False), ("multiproc", False), ("multiproc", True)])
 def test_running_requests_finish_and_new_ones_are_refused(tiny: Path, executor: str, whole_group: bool) -> None:
     """Terminals and some supervisors signal every process of the group, which must make no difference."""
     with serving(tiny, "--executor", executor, "--num-kv-blocks", "4096") as server:
@@ -115,9 +93,8 @@ def test_a_signal_before_the_engine_is_loaded(tiny: Path) -> None:
         server.assert_gone()
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
-def test_an_idle_server_ends_within_seconds(tiny: Path, executor: str) -> None:
-    with serving(tiny, "--executor", executor) as server:
+def test_an_idle_server_ends_within_seconds(tiny: Path) -> None:
+    with serving(tiny, "--executor", "multiproc") as server:
         server.complete()
         server.terminate()
         assert server.wait(5) == 0

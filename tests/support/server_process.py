@@ -26,7 +26,7 @@ import httpx
 import openai
 import psutil  # type: ignore[import-untyped]
 
-__all__ = ["PATIENCE", "ServerProcess", "Stream", "open_request", "serving", "until"]
+__all__ = ["PATIENCE", "ServerProcess", "Stream", "WholeAnswer", "open_request", "serving", "until"]
 
 PATIENCE = float(os.environ.get("HARDPOINT_TEST_PATIENCE", "1"))
 """Factor on every bound that tests put on time, for machines that are busy with other things."""
@@ -286,6 +286,27 @@ class Stream:
         """The terminal events: finish reasons, and ``error``. A proper stream has exactly one."""
         reasons = [choice["finish_reason"] for choice in self.choices if choice["finish_reason"]]
         return reasons + ["error" for line in self.lines if isinstance(line, dict) and "error" in line]
+
+
+class WholeAnswer:
+    """A request without streaming, on a thread. ``status`` and ``body`` are its answer."""
+
+    def __init__(self, server: ServerProcess, **fields: Any) -> None:
+        self.status = 0
+        self.body: dict[str, Any] = {}
+        self.ended_at = 0.0
+        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+        self._thread = threading.Thread(target=self._read, args=(server, body), daemon=True)
+        self._thread.start()
+
+    def _read(self, server: ServerProcess, body: dict[str, Any]) -> None:
+        answer = server.http.post("/v1/completions", json=body)
+        self.status, self.body = answer.status_code, answer.json()
+        self.ended_at = time.monotonic()
+
+    def join(self) -> None:
+        self._thread.join(120 * PATIENCE)
+        assert not self._thread.is_alive(), "a request hangs"
 
 
 def open_request(server: ServerProcess, path: str, body: Mapping[str, Any]) -> socket.socket:
