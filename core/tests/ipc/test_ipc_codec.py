@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import enum
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 import hardpoint.interfaces as interfaces
 from hardpoint.interfaces import BoolArray, Float32Array, Int32Array, SchedulerOutput
 from hardpoint.ipc import CodecError, Decoder, encode
+from hardpoint.testing.record_values import same, values
 
-Values = Callable[[Any], st.SearchStrategy[Any]]
-Same = Callable[[Any, Any], bool]
 RECORDS = sorted(
     (value for value in vars(interfaces).values() if isinstance(value, type) and issubclass(value, msgspec.Struct)),
     key=lambda record: record.__name__,
@@ -44,13 +42,13 @@ def array_payload(code: int, shape: tuple[int, ...], data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
-def test_every_record_survives_the_wire(record: type[msgspec.Struct], values_of: Values, is_same: Same) -> None:
+def test_every_record_survives_the_wire(record: type[msgspec.Struct]) -> None:
     decoder = Decoder[Any](record)
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(values_of(record))
+    @given(values(record))
     def check(value: msgspec.Struct) -> None:
-        assert is_same(value, decoder.decode(encode(value)))
+        assert same(value, decoder.decode(encode(value)))
 
     check()
 

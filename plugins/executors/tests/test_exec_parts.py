@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError, EngineDeadError, PluginMismatchError, WorkerError
 from hardpoint.interfaces import NoOptions
-from hardpoint.ipc import CodecError, RpcCodec, RpcFailure, encode
+from hardpoint.ipc import CodecError, encode
 from hardpoint.testing import FakeWorker
 from hardpoint.testing.executor_suite import executor_context, worker_config
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.errors import start_error, worker_error
 from hardpoint_executors.group import rank_config
 from hardpoint_executors.pending import PendingCalls
+from hardpoint_executors.rpc import RpcCodec, RpcFailure
 from hardpoint_executors.uniproc import create as create_uniproc
 from hardpoint_executors.worker_process import serve
 

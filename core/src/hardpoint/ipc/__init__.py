@@ -1,4 +1,4 @@
-"""Typed messages between processes: the codec, remote calls on workers, private addresses and channels.
+"""Typed messages between processes: the codec, private addresses, and memory to hand over.
 
 Nothing here can run code from data. Plugins may use everything exported here.
 """
@@ -7,19 +7,6 @@ from __future__ import annotations
 
 from hardpoint.ipc.codec import CodecError, Decoder, encode
 from hardpoint.ipc.endpoints import create_runtime_dir, private_ipc_address
-from hardpoint.ipc.ring import RingReader, RingWriter
-from hardpoint.ipc.rpc import RpcCall, RpcCodec, RpcFailure, RpcReply
+from hardpoint.ipc.memory import anonymous_file
 
-__all__ = [
-    "CodecError",
-    "Decoder",
-    "RingReader",
-    "RingWriter",
-    "RpcCall",
-    "RpcCodec",
-    "RpcFailure",
-    "RpcReply",
-    "create_runtime_dir",
-    "encode",
-    "private_ipc_address",
-]
+__all__ = ["CodecError", "Decoder", "anonymous_file", "create_runtime_dir", "encode", "private_ipc_address"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from hardpoint import errors
 from hardpoint.errors import HardpointError, WorkerError
-from hardpoint.ipc import RpcFailure
+from hardpoint_executors.rpc import RpcFailure
 
 __all__ = ["start_error", "worker_error"]
 

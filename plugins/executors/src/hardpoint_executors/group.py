@@ -15,12 +15,13 @@ import msgspec
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.interfaces import ExecutorContext, WorkerConfig
-from hardpoint.ipc import Decoder, RingWriter, encode
+from hardpoint.ipc import Decoder, encode
 from hardpoint.process import ChildProcess, LoadReport, describe_exit, spawn
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import start_error
 from hardpoint_executors.messages import StartAnswer, WorkerReady, WorkerStart
+from hardpoint_executors.ring import RingWriter
 
 __all__ = ["RankProcess", "WorkerGroup", "start_group", "stop_ranks"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from hardpoint.interfaces import WorkerConfig
-from hardpoint.ipc import RpcFailure
 from hardpoint.process import LoadReport
+from hardpoint_executors.rpc import RpcFailure
 
 __all__ = ["StartAnswer", "StartFailure", "WorkerReady", "WorkerStart"]
 

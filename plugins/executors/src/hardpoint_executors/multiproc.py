@@ -20,11 +20,12 @@ from hardpoint.interfaces import (
     SchedulerOutput,
     plugin,
 )
-from hardpoint.ipc import CodecError, RpcCodec
+from hardpoint.ipc import CodecError
 from hardpoint.process import LoadReport
 from hardpoint_executors.context import require
 from hardpoint_executors.group import RankProcess, WorkerGroup, start_group, stop_ranks
 from hardpoint_executors.pending import PendingCalls
+from hardpoint_executors.rpc import RpcCodec
 
 __all__ = ["MultiprocExecutor", "MultiprocOptions", "create"]
 

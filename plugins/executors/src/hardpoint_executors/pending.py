@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.errors import EngineDeadError
-from hardpoint.ipc import RpcCodec, RpcFailure, RpcReply
 from hardpoint_executors.errors import worker_error
+from hardpoint_executors.rpc import RpcCodec, RpcFailure, RpcReply
 
 __all__ = ["PendingCalls"]
 

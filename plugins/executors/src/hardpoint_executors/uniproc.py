@@ -20,11 +20,11 @@ from hardpoint.interfaces import (
     Worker,
     plugin,
 )
-from hardpoint.ipc import RpcCodec, RpcFailure
 from hardpoint_executors.build import build_worker
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import worker_error
 from hardpoint_executors.outputs import OutputQueue
+from hardpoint_executors.rpc import RpcCodec, RpcFailure
 
 __all__ = ["UniprocExecutor", "create"]
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.interfaces.worker import PendingOutput, Worker
-from hardpoint.ipc import Decoder, RingReader, RpcCall, RpcCodec, RpcFailure, encode
+from hardpoint.ipc import Decoder, encode
 from hardpoint.process import announce_stop, boot
 from hardpoint_executors.build import build_worker
 from hardpoint_executors.channel import Channel
 from hardpoint_executors.messages import StartFailure, WorkerReady, WorkerStart
 from hardpoint_executors.outputs import OutputQueue
+from hardpoint_executors.ring import RingReader
+from hardpoint_executors.rpc import RpcCall, RpcCodec, RpcFailure
 
 __all__ = ["main", "serve"]
 

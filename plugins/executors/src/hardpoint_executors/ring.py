@@ -18,8 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hardpoint.ipc.codec import CodecError
-from hardpoint.ipc.memory import anonymous_file
+from hardpoint.ipc import CodecError, anonymous_file
 
 __all__ = ["RingReader", "RingWriter"]
 

@@ -8,7 +8,7 @@ import select
 
 import msgspec
 
-from hardpoint.ipc import RingReader
+from hardpoint_executors.ring import RingReader
 
 
 def consume(payload: bytes) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.worker import WORKER_RPC, RpcMethod
-from hardpoint.ipc.codec import CodecError, Decoder, encode
+from hardpoint.ipc import CodecError, Decoder, encode
 
 __all__ = ["RpcCall", "RpcCodec", "RpcFailure", "RpcReply"]
 

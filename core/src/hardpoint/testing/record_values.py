@@ -1,4 +1,4 @@
-"""Values of any record type, made from the type's own description."""
+"""Values of any record type for property tests, made from the type's own description. Needs hypothesis."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import strategies as st
+
+__all__ = ["same", "values"]
 
 INT64 = st.integers(-(2**63), 2**64 - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -90,14 +90,3 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     return type(left) is type(right) and bool(left == right)
-
-
-@pytest.fixture(scope="session")
-def values_of() -> Callable[[Any], st.SearchStrategy[Any]]:
-    """From a type annotation to a strategy of its values."""
-    return values
-
-
-@pytest.fixture(scope="session")
-def is_same() -> Callable[[Any, Any], bool]:
-    return same

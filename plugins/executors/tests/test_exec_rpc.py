@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,26 +12,25 @@ from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import WORKER_RPC, Deferred, RunnerOutput, Worker
-from hardpoint.ipc import CodecError, RpcCall, RpcCodec, RpcFailure, encode
-
-Values = Callable[[Any], st.SearchStrategy[Any]]
-Same = Callable[[Any, Any], bool]
+from hardpoint.ipc import CodecError, encode
+from hardpoint.testing.record_values import same, values
+from hardpoint_executors.rpc import RpcCall, RpcCodec, RpcFailure
 
 
 @pytest.mark.parametrize("method", sorted(WORKER_RPC))
-def test_every_method_survives_the_wire(method: str, values_of: Values, is_same: Same) -> None:
+def test_every_method_survives_the_wire(method: str) -> None:
     codec = RpcCodec()
     rpc = WORKER_RPC[method]
 
     @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.tuples(*map(values_of, rpc.arguments)), values_of(rpc.result))
+    @given(st.tuples(*map(values, rpc.arguments)), values(rpc.result))
     def check(arguments: tuple[Any, ...], result: Any) -> None:
         call = codec.decode_call(codec.encode_call(7, method, arguments, ranks=(0, 3), reply_ranks=(0,)))
         assert (call.call_id, call.method, call.ranks, call.reply_ranks) == (7, method, (0, 3), (0,))
-        assert is_same(codec.arguments(call), arguments)
+        assert same(codec.arguments(call), arguments)
         reply = codec.decode_reply(codec.encode_result(call, 3, result))
         assert (reply.call_id, reply.rank, reply.failure) == (7, 3, None)
-        assert is_same(codec.result(reply), result)
+        assert same(codec.result(reply), result)
 
     check()
 
