@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hardpoint.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import Model, ModelContext
@@ -75,6 +76,11 @@ def test_biases_follow_variant_or_configuration() -> None:
     [
         (MISTRAL, {"sliding_window": 8}, (8, 8, 8, 8)),
         (MISTRAL, {"sliding_window": None}, (None,) * 4),
+        (MISTRAL, {}, (4096,) * 4),
+        (QWEN2, {"sliding_window": 8}, (None,) * 4),
+        (QWEN3, {"sliding_window": 8, "use_sliding_window": None}, (None,) * 4),
+        (QWEN2, {"sliding_window": 8, "use_sliding_window": True}, (None,) * 4),
+        (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8,) * 4),
         (QWEN2, {"sliding_window": 8, "use_sliding_window": False}, (None,) * 4),
         (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
         (
@@ -87,6 +93,26 @@ def test_biases_follow_variant_or_configuration() -> None:
 )
 def test_windows_per_layer(variant: DecoderVariant, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert read(variant, **changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant", "changes"),
+    [
+        ("MistralForCausalLM", MISTRAL, {}),
+        ("MistralForCausalLM", MISTRAL, {"sliding_window": None}),
+        ("Qwen2ForCausalLM", QWEN2, {"sliding_window": 8}),
+        ("Qwen2ForCausalLM", QWEN2, {"sliding_window": 8, "use_sliding_window": True}),
+        ("Qwen3ForCausalLM", QWEN3, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+    ],
+)
+def test_windows_left_open_are_those_of_hugging_face(
+    architecture: str, variant: DecoderVariant, changes: dict[str, Any]
+) -> None:
+    """A file may leave fields out; what was meant then are the defaults of the class that wrote it."""
+    oracle = getattr(transformers, architecture).config_class(**{**BASE, **changes})
+    kinds = getattr(oracle, "layer_types", None) or ["sliding_attention"] * 4
+    wanted = tuple(oracle.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert read(variant, **changes).windows == wanted
 
 
 @pytest.mark.parametrize("layer_types", [["full_attention"], ["chunked_attention"] * 4, "full_attention"])

@@ -15,13 +15,19 @@ __all__ = ["DecoderConfig", "DecoderVariant"]
 
 @dataclass(frozen=True, slots=True)
 class DecoderVariant:
-    """How members of the family differ. Fields are None where the configuration decides."""
+    """How members of the family differ. Fields are None where the configuration decides.
+
+    ``default_window`` holds where the configuration does not mention ``sliding_window``; an explicit null means none.
+    ``has_window_switch``: windows need ``use_sliding_window``, which is off unless it is set, or a list of layer types.
+    """
 
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
     has_sliding_window: bool = False
+    has_window_switch: bool = False
+    default_window: int | None = None
     default_theta: float = 10000.0
     default_eps: float = 1e-6
 
@@ -77,7 +83,7 @@ class DecoderConfig:
             mlp_bias=fields.flag("mlp_bias", False) if variant.mlp_bias is None else variant.mlp_bias,
             qk_norm=variant.qk_norm,
             rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **_present(config)}),
-            windows=_windows(fields, num_layers) if variant.has_sliding_window else (None,) * num_layers,
+            windows=_windows(fields, num_layers, variant),
         )
 
 
@@ -85,20 +91,28 @@ def _present(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+DEFAULT_FIRST_WINDOWED = 28
+"""``max_window_layers`` of the members with a switch, where the configuration leaves it out."""
+
+
+def _windows(fields: ConfigFields, num_layers: int, variant: DecoderVariant) -> tuple[int | None, ...]:
     """Per layer, from ``layer_types`` if given, else from the older switches."""
-    if fields.raw.get("sliding_window") is None or not fields.flag("use_sliding_window", True):
+    given = fields.raw.get("sliding_window", variant.default_window)
+    if not variant.has_sliding_window or given is None or not fields.flag("use_sliding_window", True):
         return (None,) * num_layers
-    window = fields.integer("sliding_window")
+    window = fields.integer("sliding_window", variant.default_window)
     layer_types = fields.raw.get("layer_types")
     if layer_types is not None:
         return tuple(
             _layer_window(fields, kind, window) for kind in _checked_layer_types(fields, layer_types, num_layers)
         )
-    if fields.raw.get("use_sliding_window") is None:
+    if not variant.has_window_switch:
         return (window,) * num_layers
-    # Where the switch exists, only layers from max_window_layers on are windowed.
-    first = fields.raw.get("max_window_layers") or 0
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    first = (
+        0 if fields.raw.get("max_window_layers") == 0 else fields.integer("max_window_layers", DEFAULT_FIRST_WINDOWED)
+    )
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 

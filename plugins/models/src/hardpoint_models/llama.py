@@ -12,9 +12,13 @@ from hardpoint_torch_runtime.layers import LayerToolkit
 __all__ = ["create_llama", "create_mistral", "create_qwen2", "create_qwen3"]
 
 LLAMA = DecoderVariant()
-MISTRAL = DecoderVariant(qkv_bias=False, output_bias=False, mlp_bias=False, has_sliding_window=True)
-QWEN2 = DecoderVariant(qkv_bias=True, output_bias=False, mlp_bias=False, has_sliding_window=True)
-QWEN3 = DecoderVariant(mlp_bias=False, qk_norm=True, has_sliding_window=True)
+MISTRAL = DecoderVariant(
+    qkv_bias=False, output_bias=False, mlp_bias=False, has_sliding_window=True, default_window=4096
+)
+QWEN2 = DecoderVariant(
+    qkv_bias=True, output_bias=False, mlp_bias=False, has_sliding_window=True, has_window_switch=True
+)
+QWEN3 = DecoderVariant(mlp_bias=False, qk_norm=True, has_sliding_window=True, has_window_switch=True)
 
 
 def build_decoder(ctx: ModelContext, variant: DecoderVariant) -> DecoderModel:
@@ -37,7 +41,7 @@ def create_llama(ctx: ModelContext, options: NoOptions) -> Model:
 
 @plugin("model", capabilities={"tasks": ["generate"]})
 def create_mistral(ctx: ModelContext, options: NoOptions) -> Model:
-    """``MistralForCausalLM``: every layer has the sliding window, if the configuration sets one."""
+    """``MistralForCausalLM``: every layer has the sliding window unless the configuration says null."""
     del options
     return build_decoder(ctx, MISTRAL)
 
