@@ -23,7 +23,7 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Ans
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 NUM_STREAMS = 64
 SUBJECTS = ("rivets", "wings", "clouds", "winter")
-LENGTHS = (8, 20, 12, 40, 16)
+LENGTHS = (8, 16, 12, 9, 14)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,10 @@ def requests() -> list[dict[str, Any]]:
         )
     ]
     return [
-        {"prompt": prompts[index % len(prompts)], "max_tokens": LENGTHS[index % len(LENGTHS)]}
+        {
+            "prompt": prompts[index % len(prompts)],
+            "max_tokens": 40 if index % 13 == 0 else LENGTHS[index % len(LENGTHS)],
+        }
         for index in range(NUM_STREAMS)
     ]
 
