@@ -214,10 +214,32 @@ def test_stated_rotary_scaling_becomes_configuration(gguf_file: WriteGguf, as_ar
     linear = {**base, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     info, _ = load(as_artifact(gguf_file(metadata=linear)))
     assert info.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    for name, stated in {
+        "old.gguf": {"rope.scale_linear": 4.0},
+        "typeless.gguf": {"rope.scaling.factor": 4.0},
+    }.items():
+        info, _ = load(as_artifact(gguf_file(name=name, metadata={**base, **stated})))
+        assert info.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}, name
+    info, _ = load(as_artifact(gguf_file(name="one.gguf", metadata={**base, "rope.scale_linear": 1.0})))
+    assert "rope_scaling" not in info.config
     with pytest.raises(UnsupportedModelError, match="'longrope'"):
         load(as_artifact(gguf_file(name="long.gguf", metadata={**base, "rope.scaling.type": "longrope"})))
     with pytest.raises(ModelFormatError, match="scaling.factor"):
         load(as_artifact(gguf_file(name="no.gguf", metadata={**base, "rope.scaling.type": "yarn"})))
+    with pytest.raises(UnsupportedModelError, match="attn_factor"):
+        load(as_artifact(gguf_file(name="attn.gguf", metadata={**linear, "rope.scaling.attn_factor": 1.0})))
+    partial = {**base, "attention.key_length": 8, "rope.dimension_count": 4}
+    with pytest.raises(UnsupportedModelError, match=r"rope\.dimension_count' is 4, but only whole heads of 8"):
+        load(as_artifact(gguf_file(name="partial.gguf", metadata=partial)))
+
+
+def test_a_stated_yarn_attention_factor_multiplies_the_usual_one(gguf_file: WriteGguf, as_artifact: AsArtifact) -> None:
+    metadata = {"embedding_length": 32, "block_count": 1, "feed_forward_length": 64, "attention.head_count": 4,
+                "attention.head_count_kv": 2, "context_length": 128, "attention.layer_norm_rms_epsilon": 1e-5,
+                "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0,
+                "rope.scaling.original_context_length": 32}  # fmt: skip
+    info, _ = load(as_artifact(gguf_file(metadata=metadata)))
+    assert info.config["rope_scaling"]["attention_factor"] == pytest.approx(1 + 0.1 * np.log(4.0))
 
 
 @pytest.mark.parametrize(

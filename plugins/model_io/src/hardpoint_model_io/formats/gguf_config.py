@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def build_config(file: GgufFile, row: GgufArchitecture) -> dict[str, Any]:
             config[entry.name] = value
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config["head_dim"] = _head_dim(file, row, config)
+    _check_whole_heads_rotate(file, row, config)
     config["vocab_size"] = _vocab_size(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -89,6 +91,15 @@ def _head_dim(file: GgufFile, row: GgufArchitecture, config: Mapping[str, Any]) 
     return int(hidden // heads)
 
 
+def _check_whole_heads_rotate(file: GgufFile, row: GgufArchitecture, config: Mapping[str, Any]) -> None:
+    key = f"{row.gguf}.rope.dimension_count"
+    if file.metadata.get(key, config["head_dim"]) != config["head_dim"]:
+        raise UnsupportedModelError(
+            f"{file.path}: metadata {key!r} is {file.metadata[key]!r}, but only whole heads of {config['head_dim']} "
+            "values can be rotated"
+        )
+
+
 def _vocab_size(file: GgufFile) -> int:
     """Rows of the embedding, which is what the logits have; the token list may be shorter."""
     embedding = file.tensors.get("token_embd.weight")
@@ -103,21 +114,36 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _rope_scaling(file: GgufFile, row: GgufArchitecture, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    prefix = f"{row.gguf}.rope.scaling"
-    kind = file.metadata.get(f"{prefix}.type", "none")
+    prefix = f"{row.gguf}.rope"
+    scaling = _stated_scaling(file, prefix)
+    # Files older than the scaling keys have the factor of linear scaling alone; a factor without a type is linear too.
+    old = file.metadata.get(f"{prefix}.scale_linear")
+    if old is not None and "factor" not in scaling:
+        scaling["factor"] = _checked(file, f"{prefix}.scale_linear", old, float)
+    is_stretched = scaling.get("factor", 1.0) != 1.0
+    kind = file.metadata.get(f"{prefix}.scaling.type", "linear" if is_stretched else "none")
     if kind == "none":
         return _scaling_from_factors(file, config)
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(f"{file.path}: rotary scaling {kind!r} is not supported; supported: linear, yarn")
-    scaling: dict[str, Any] = {"rope_type": kind}
+    if "factor" not in scaling:
+        raise ModelFormatError(f"{file.path}: metadata '{prefix}.scaling.factor' is missing; the file is incomplete")
+    if "attention_factor" in scaling:
+        if kind == "linear":
+            raise UnsupportedModelError(f"{file.path}: '{prefix}.scaling.attn_factor' is only supported with yarn")
+        # The file's number multiplies what yarn itself prescribes; in a config.json it replaces that.
+        scaling["attention_factor"] *= 0.1 * log(max(scaling["factor"], 1.0)) + 1.0
+    return {"rope_type": kind, **scaling}
+
+
+def _stated_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
+    scaling: dict[str, Any] = {}
     for key, name, number in (("factor", "factor", float), ("attn_factor", "attention_factor", float),
                               ("original_context_length", "original_max_position_embeddings", int),
                               ("yarn_beta_fast", "beta_fast", float),
                               ("yarn_beta_slow", "beta_slow", float)):  # fmt: skip
-        if (value := file.metadata.get(f"{prefix}.{key}")) is not None:
-            scaling[name] = _checked(file, f"{prefix}.{key}", value, number)
-    if "factor" not in scaling:
-        raise ModelFormatError(f"{file.path}: metadata '{prefix}.factor' is missing; the file is incomplete")
+        if (value := file.metadata.get(f"{prefix}.scaling.{key}")) is not None:
+            scaling[name] = _checked(file, f"{prefix}.scaling.{key}", value, number)
     return scaling
 
 
