@@ -278,6 +278,22 @@ def test_prompt_logprobs_compute_every_position() -> None:
     loop.run()
     loop.scheduler.add(request("b", PROMPT, sampling={"prompt_logprobs": 0}))
     assert loop.step().num_computed_tokens.tolist() == [0]
+    stats = loop.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (10, 0), "who may not read asked nothing"
+
+
+def test_prompt_logprobs_are_computed_once_even_if_the_request_is_preempted() -> None:
+    """R1.11 holds until they are delivered; afterwards a resumed request adopts what is cached."""
+    for num_steps, computed in ((1, 0), (2, BLOCK * 2)):
+        loop = make_loop(max_num_batched_tokens=BLOCK * 2)
+        loop.scheduler.add(request("r", PROMPT, sampling={"prompt_logprobs": 0}))
+        for _ in range(num_steps):
+            loop.step()
+        assert len(loop.tokens("r")) == num_steps - 1
+        loop.scheduler._lifecycle.preempt(loop.scheduler._state.running.requests[0])
+        assert loop.step().num_computed_tokens.tolist() == [computed]
+        loop.run()
+        assert loop.tokens("r") == expected(PROMPT, 5)
 
 
 def test_common_prefix_blocks_are_those_computed_by_all_rows() -> None:

@@ -208,6 +208,17 @@ def test_a_failed_row_ends_alone_and_its_blocks_are_never_shared() -> None:
     assert step.num_computed_tokens.tolist()[-1] == 0
 
 
+def test_what_a_failed_row_wrote_is_not_found_even_if_its_request_ended_meanwhile() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("gone", PROMPT, max_tokens=2))
+    step = scheduler.schedule()
+    scheduler.finish(["gone"], FinishReason.ABORT)
+    scheduler.update(step, answer(step, failures=(RowFailure(0, 1, "not a number"),)))
+    scheduler.check_integrity()
+    scheduler.add(request("next", PROMPT))
+    assert scheduler.schedule().num_computed_tokens.tolist() == [0]
+
+
 def test_outputs_that_do_not_fit_the_step_are_refused() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", PROMPT))

@@ -147,9 +147,9 @@ class Admission:
             state.kv.enter_full_blocks(request.request_id, request.block_hashes, end)
 
     def _record_hit(self, request: LiveRequest, hit: PrefixHit) -> None:
-        """Statistics count admissions, not lookups, and each request once (R3.93)."""
+        """Statistics count admissions, not lookups, each request once (R3.93), and only requests that may hit."""
         state = self._state
-        if request.num_preemptions or not state.kv.prefix_caching:
+        if request.num_preemptions or not state.kv.prefix_caching or not request.reads_prefix_cache:
             return
         request.num_cached_tokens = hit.num_tokens
         state.counters.prefix_queries += request.num_tokens

@@ -26,11 +26,8 @@ class Lifecycle:
             EngineOutput(r.request_id, [], reason, num_cached_tokens=r.num_cached_tokens, error=error) for r in ended
         ]
 
-    def end_all(self, ended: list[tuple[LiveRequest, FinishReason]], *, forget: bool = False) -> None:
-        """Move requests to their final state and give up everything they hold; the caller builds the outputs.
-
-        ``forget``: the content of their blocks cannot be trusted, so nobody may find it again.
-        """
+    def end_all(self, ended: list[tuple[LiveRequest, FinishReason]]) -> None:
+        """Move requests to their final state and give up everything they hold; the caller builds the outputs."""
         state = self._state
         state.running.remove_all([request for request, _ in ended if request.slot is not None])
         for request, reason in ended:
@@ -40,8 +37,6 @@ class Lifecycle:
                 if not state.waiting.discard(request.request_id):
                     state.skipped.discard(request.request_id)
                 continue
-            if forget:
-                state.kv.forget(request.request_id)
             last_step = int(state.table.last_step[request.slot])
             # Asked while the counters still show what was computed: a connector may want to send it.
             may_free = state.extensions.may_free(request)
@@ -66,7 +61,7 @@ class Lifecycle:
         state.kv.free(request.request_id)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
-        if request.prompt_logprobs is not None and not request.has_output:
+        if request.prompt_logprobs is not None:
             request.prompt_logprobs = []
         state.counters.preemptions += 1
         state.waiting.prepend(request)

@@ -55,8 +55,7 @@ class LiveRequest:
         slot: place in the workers' batch, None while waiting.
         block_hashes: one chained hash per complete hash block of the known tokens.
         num_cached_tokens: prefix hit of the first admission.
-        reads_prefix_cache: False when every prompt position has to be computed (R1.11).
-        prompt_logprobs: collected over prefill chunks until the first output carries them; None when not asked for.
+        prompt_logprobs: collected over prefill chunks; None when not asked for, or once the first output took them.
     """
 
     __slots__ = (
@@ -70,7 +69,6 @@ class LiveRequest:
         "num_preemptions",
         "num_prompt_tokens",
         "prompt_logprobs",
-        "reads_prefix_cache",
         "record",
         "request_id",
         "slot",
@@ -96,7 +94,6 @@ class LiveRequest:
         self.has_output = False
         sampling = record.sampling
         self.stop_ids = frozenset(sampling.stop_token_ids)
-        self.reads_prefix_cache = sampling.prompt_logprobs is None
         wants_prompt_logprobs = sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
 
@@ -107,6 +104,11 @@ class LiveRequest:
     @property
     def num_output_tokens(self) -> int:
         return len(self._tokens) - self.num_prompt_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """False while every prompt position has to be computed (R1.11)."""
+        return self.prompt_logprobs is None
 
     @property
     def num_computed_tokens(self) -> int:

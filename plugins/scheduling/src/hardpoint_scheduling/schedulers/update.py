@@ -44,8 +44,10 @@ class OutputUpdate:
     def apply(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
         """Raises ``RuntimeError`` when the output does not belong to the oldest step or misses a row's sample."""
         entry = self._oldest(step, output)
+        # Before blocks of requests that ended meanwhile become free: what a failed row wrote must not be found.
+        self._distrust(entry, output)
         self._lifecycle.release_due()
-        outputs = self._fail_rows(entry, output)
+        outputs = self._fail_rows(output)
         alive = self._state.table.generation[step.slots] == step.generations
         _check_samples(step, output, alive)
         if output.prompt_logprobs is not None:
@@ -64,8 +66,16 @@ class OutputUpdate:
             raise RuntimeError(f"the output of step {output.step_id} does not have the rows of step {step.step_id}")
         return inflight.popleft()
 
-    def _fail_rows(self, entry: InflightStep, output: RunnerOutput) -> list[EngineOutput]:
-        """A row that could not be computed ends its request alone; what it wrote is never shared again."""
+    def _distrust(self, entry: InflightStep, output: RunnerOutput) -> None:
+        """Take the blocks of failed rows out of the prefix index, also those of requests that ended meanwhile."""
+        step, kv = entry.step, self._state.kv
+        for failure in output.failures:
+            failed = (step.slots == failure.slot) & (step.generations == failure.generation)
+            for row in np.flatnonzero(failed).tolist():
+                kv.forget(entry.rows[row].request_id)
+
+    def _fail_rows(self, output: RunnerOutput) -> list[EngineOutput]:
+        """A row that could not be computed ends its request alone."""
         outputs = []
         for failure in output.failures:
             table = self._state.table
@@ -74,7 +84,7 @@ class OutputUpdate:
             request = table.owner[failure.slot]
             if request is None:
                 continue
-            self._lifecycle.end_all([(request, FinishReason.ERROR)], forget=True)
+            self._lifecycle.end_all([(request, FinishReason.ERROR)])
             outputs.append(
                 EngineOutput(
                     request.request_id,
@@ -89,7 +99,7 @@ class OutputUpdate:
     def _collect_prompt_logprobs(self, entry: InflightStep, output: RunnerOutput, alive: BoolArray) -> None:
         for row, entries in by_row(output.prompt_logprobs).items():
             request = entry.rows[row]
-            if alive[row] and request.prompt_logprobs is not None and not request.has_output:
+            if alive[row] and request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(entries)
 
     def _append(self, sampled: _Sampled, output: RunnerOutput) -> list[EngineOutput]:
@@ -145,6 +155,7 @@ class OutputUpdate:
             if request.prompt_logprobs is not None:
                 # Nothing precedes the first prompt token, so it has no log-probability.
                 prompt_logprobs = [None, *request.prompt_logprobs[: request.num_prompt_tokens - 1]]
+                request.prompt_logprobs = None
         if request.slot is not None:
             self._state.table.detail[request.slot] = self._state.table.always_needs_detail(request.slot)
         return EngineOutput(
