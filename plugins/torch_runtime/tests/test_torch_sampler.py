@@ -481,6 +481,48 @@ class TestLogprobs:
         assert result.logprobs.token_ids[0, 0] == result.logprobs.token_ids[0, 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 0.01, 1.0])
+@pytest.mark.parametrize("repetition_penalty", [1e-46, 1e-40, 1e-36])
+def test_extreme_penalties_and_temperatures_cannot_leave_the_vocabulary(
+    batch: Batch, temperature: float, repetition_penalty: float
+) -> None:
+    """Allowed by validation; a token outside the vocabulary would take the whole engine down in the next step."""
+    fields = {"temperature": temperature, "repetition_penalty": repetition_penalty, "seed": 1, "logprobs": 1}
+    batch.add(0, [3, 4], allowed_token_ids=(3, 5), **fields)
+    batch.add(1, [3], temperature=1.0, seed=1)
+    logits = some_logits(2)
+    logits[:, 3] = 2.0
+    result = batch.sample(logits)
+    assert result.failures == {}
+    assert int(result.token_ids[0]) == 3
+    alone = Batch(batch.make_row)
+    alone.add(1, [3], temperature=1.0, seed=1)
+    assert alone.tokens(logits[1:]) == [int(result.token_ids[1])]
+
+
+def test_a_processor_that_breaks_a_row_fails_only_that_row(batch: Batch) -> None:
+    class Breaks(LogitsProcessor):
+        argmax_invariant = True
+
+        def add(self, row: NewRow) -> bool:
+            del row
+            return True
+
+        def remove(self, slot: int) -> None:
+            del slot
+
+        def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+            logits[slots == 0] = torch.nan
+            return logits
+
+    batch.add(0, temperature=1.0, seed=1, logprobs=2)
+    batch.add(1, temperature=1.0, seed=1)
+    result = batch.sample(some_logits(2), Sampler([Breaks()]))
+    assert list(result.failures) == [0]
+    assert result.logprobs is None or len(result.logprobs.rows) == 0
+    assert 0 <= result.token_ids.min() <= result.token_ids.max() < VOCAB
+
+
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 77])
 def test_grammar_bits_are_unpacked_for_any_vocabulary(vocab: int) -> None:
     """R6.47: bits beyond the vocabulary are ignored."""

@@ -281,6 +281,16 @@ def test_prompt_logprobs_cover_every_position_in_any_chunking(world: Any, make_s
     )
 
 
+def test_a_resumed_row_does_not_owe_its_prompt_logprobs_again(world: Any, make_step: Any, make_row: Any) -> None:
+    """They left with the first output; over a long prompt they cost more than the recomputation itself."""
+    worker = world.start()
+    prompt = PROMPTS["seven"]
+    row = make_row(0, [*prompt, 4], [1, 2], num_prompt_tokens=7, resumed=True, prompt_logprobs=2)
+    output = worker.execute(make_step(0, [(0, 1, 0, 8, True)], new_rows=[row]))
+    assert output.prompt_logprobs is None
+    assert len(output.token_ids) == 1
+
+
 def test_prompt_embeddings_replace_token_embeddings(world: Any, make_step: Any, make_row: Any) -> None:
     import msgspec
 

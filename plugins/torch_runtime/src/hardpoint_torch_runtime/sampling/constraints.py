@@ -42,8 +42,11 @@ def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
     known = torch.zeros((num_rows, vocabulary + 1), dtype=torch.bool, device=rows.device)
     known.scatter_(1, penalties.token_ids, True)
     known = known[:, :vocabulary]
-    factor = torch.where(known, penalties.repetition.unsqueeze(1), 1.0)
-    rows = torch.where(rows > 0, rows / factor, rows * factor)
+    limits = torch.finfo(rows.dtype)
+    # Zero in float32 would make NaN of an excluded token.
+    factor = torch.where(known, penalties.repetition.clamp(min=limits.tiny).unsqueeze(1), 1.0)
+    # A penalty near zero divides beyond what float32 holds; the token is then simply the best one.
+    rows = torch.where(rows > 0, (rows / factor).clamp_(max=limits.max), rows * factor)
     rows -= penalties.frequency.unsqueeze(1) * counts
     rows -= penalties.presence.unsqueeze(1) * (counts > 0)
     logits[penalties.rows] = rows

@@ -34,7 +34,7 @@ def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample int64 [S] from float32 ``logits`` [S, V] with ``uniforms`` float64 [S].
+    """Sample int64 [S] from float32 ``logits`` [S, V] with ``uniforms`` float64 [S]; V where a row holds NaN or +inf.
 
     A token of probability zero is never drawn: its cumulative value equals its neighbor's, and the first value *above*
     the target wins.
@@ -43,4 +43,5 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1]
     # Rounding may lift u * total onto total, beyond the last token.
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    return torch.where(total.isfinite(), tokens, logits.shape[-1])

@@ -67,7 +67,8 @@ class Sampler:
         tokens = best.indices
         if not metadata.all_greedy:
             _neutralize(logits, failures)
-            tokens[metadata.random_rows] = self._draw(logits, metadata)
+            tokens[metadata.random_rows] = self._draw(logits, best.values, metadata)
+            _refuse_undrawn(tokens, logits.shape[-1], failures)
         logprobs = self._logprobs(snapshot, tokens, metadata, failures)
         return SamplerOutput(tokens.cpu().numpy().astype(np.int32), failures, logprobs)
 
@@ -95,12 +96,13 @@ class Sampler:
             apply_penalties(logits, metadata.penalties)
         return logits
 
-    def _draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """int64 [R'] for the random rows; greedy rows are not touched."""
+    def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """int64 [R'] for the random rows; greedy rows are not touched. ``peaks`` [S] are the rows' largest logits."""
         if metadata.temperature is None or metadata.uniforms is None:
             raise RuntimeError("random rows need a temperature and a draw each")
         rows = logits if metadata.all_random else logits[metadata.random_rows]
-        rows = rows.div_(metadata.temperature.unsqueeze(1))
+        # Relative to the peak, no temperature can make a logit overflow.
+        rows = rows.sub_(peaks[metadata.random_rows].unsqueeze(1)).div_(metadata.temperature.unsqueeze(1))
         if metadata.min_p is not None:
             apply_min_p(rows, metadata.min_p)
         slots = metadata.slots[metadata.random_rows.cpu().numpy()]
@@ -158,6 +160,15 @@ def _not_finite(peaks: torch.Tensor) -> list[int]:
     """Rows whose largest logit is no finite number. A maximum over NaN is NaN, so one number per row tells."""
     finite = torch.isfinite(peaks)
     return [] if bool(finite.all()) else torch.nonzero(~finite).squeeze(1).tolist()
+
+
+def _refuse_undrawn(tokens: torch.Tensor, vocabulary: int, failures: dict[int, str]) -> None:
+    """Rows that a processor left without a distribution fail; their token, outside the vocabulary, becomes 0."""
+    is_outside = tokens >= vocabulary
+    if bool(is_outside.any()):
+        for row in torch.nonzero(is_outside).squeeze(1).tolist():
+            failures.setdefault(row, _BROKEN_LOGITS)
+        tokens[is_outside] = 0
 
 
 def _neutralize(logits: torch.Tensor, failures: dict[int, str]) -> None:

@@ -89,6 +89,9 @@ class SlotSampling:
         """Set every field of the slot, so that nothing of an earlier owner survives."""
         slot, params = row.slot, row.sampling
         features = _features_of(params)
+        if len(row.token_ids) > row.num_prompt_tokens:
+            # The prompt's log-probabilities left with the first output; a resumed row does not owe them again.
+            features &= ~Feature.PROMPT_LOGPROBS
         self._features[slot] = features
         self._temperature[slot] = params.temperature
         self._top_p[slot] = params.top_p
