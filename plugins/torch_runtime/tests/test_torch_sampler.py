@@ -487,7 +487,12 @@ def test_extreme_penalties_and_temperatures_cannot_leave_the_vocabulary(
     batch: Batch, temperature: float, repetition_penalty: float
 ) -> None:
     """Allowed by validation; a token outside the vocabulary would take the whole engine down in the next step."""
-    fields = {"temperature": temperature, "repetition_penalty": repetition_penalty, "seed": 1, "logprobs": 1}
+    fields: dict[str, Any] = {
+        "temperature": temperature,
+        "repetition_penalty": repetition_penalty,
+        "seed": 1,
+        "logprobs": 1,
+    }
     batch.add(0, [3, 4], allowed_token_ids=(3, 5), **fields)
     batch.add(1, [3], temperature=1.0, seed=1)
     logits = some_logits(2)
