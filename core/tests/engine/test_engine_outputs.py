@@ -14,7 +14,7 @@ from hardpoint.engine.input_processor import InputProcessor
 from hardpoint.engine.output_processor import OutputProcessor, StatEvent
 from hardpoint.engine.output_state import MAX_UNREAD_LOGPROBS, RequestState
 from hardpoint.engine.stats import StatFanout
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError, PluginLoadError
 from hardpoint.interfaces import (
     EngineOutput,
     EngineOutputs,
@@ -310,3 +310,18 @@ async def test_loggers_are_flushed_at_their_own_interval() -> None:
     await asyncio.sleep(0.1)
     task.cancel()
     assert logger.calls >= 3
+
+
+def test_a_failing_logger_that_must_not_fail_ends_no_stream() -> None:
+    """Its owner may call the failure fatal; the frame it happened in still reaches every reader."""
+
+    def fatal(name: str, error: Exception) -> None:
+        raise PluginLoadError(f"{name} failed: {error}")
+
+    bench, fanout = Bench(), StatFanout({"bad": _Failing()}, fatal)
+    bench.outputs = OutputProcessor(TOKENIZER, "m", observe=fanout.observe)
+    states = [bench.add(), bench.add()]
+    ends = [EngineOutput(state.sequences[0].request_id, [70], FinishReason.STOP) for state in states]
+    bench.outputs.process(EngineOutputs(ends, SchedulerStats(), 1.0))
+    assert [state.finished for state in states] == [True, True]
+    assert bench.notified == 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
 from hardpoint.engine.output_processor import StatEvent
+from hardpoint.errors import PluginError
 from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved
 
 __all__ = ["StatFanout"]
@@ -15,7 +17,10 @@ _logger = logging.getLogger("hardpoint.engine")
 
 
 class StatFanout:
-    """``quarantine(name, error)`` is told of a failing logger, which is left out from then on."""
+    """``quarantine(name, error)`` is told of a failing logger, which is left out from then on.
+
+    Nothing raises here, whatever ``quarantine`` makes of it: requests are under way, and statistics may not harm them.
+    """
 
     def __init__(
         self, loggers: Mapping[str, StatLogger], quarantine: Callable[[str, Exception], None] | None = None
@@ -52,4 +57,5 @@ class StatFanout:
             self.loggers.pop(name, None)
             _logger.warning("stat logger %r failed and is left out: %s: %s", name, type(error).__name__, error)
             if self._quarantine is not None:
-                self._quarantine(name, error)
+                with contextlib.suppress(PluginError):
+                    self._quarantine(name, error)
