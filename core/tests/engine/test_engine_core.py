@@ -279,6 +279,17 @@ def test_deadlines_pass_while_waiting_running_or_paused() -> None:
     assert core.next_deadline() is None
 
 
+def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
+    core = build()
+    for number in range(300):
+        core.add(request(f"r{number}", max_tokens=1, deadline=1e9))
+        run(core)
+    assert core.num_live == 0
+    assert len(core._deadlines) < 100
+    core.add(request("live", deadline=5.0))
+    assert core.next_deadline() == 5.0
+
+
 def test_pausing_keeps_requests_without_calling_them_lost() -> None:
     core = build()
     core.add(request("a"))

@@ -102,7 +102,7 @@ class EngineCore:
             return
         self._needs_check = True
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, name))
+            self._remember_deadline(request.deadline, name)
         self._hook("request_added", request=request)
         self._deliver([] if ended is None else [ended])
 
@@ -198,6 +198,13 @@ class EngineCore:
             late.append(heapq.heappop(self._deadlines)[1])
         if late:
             self.abort(late, error="the request's time limit has passed")
+
+    def _remember_deadline(self, deadline: float, name: str) -> None:
+        """Deadlines of ended requests stay until they are most of the heap: a long limit must not keep them all."""
+        if len(self._deadlines) > 2 * len(self._clients) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._clients]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, name))
 
     def _refuse(self, name: str, message: str, code: str) -> None:
         output = EngineOutput(name, [], FinishReason.ERROR, error=message, extensions={ERROR_CODE: code})
