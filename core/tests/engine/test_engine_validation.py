@@ -316,3 +316,10 @@ def test_a_model_that_does_not_generate_says_what_it_does() -> None:
     processor = InputProcessor(FakeTokenizer(), LIMITS, tasks=("embed", "score"))
     with pytest.raises(InvalidRequestError, match="embed, score"):
         processor.process(Prompt(text="a"), SamplingParams())
+
+
+def test_too_many_ids_are_refused_by_their_number_alone() -> None:
+    """Converting them first would take time in proportion to the body."""
+    with pytest.raises(InvalidRequestError) as caught:
+        validate_token_ids([object()] * LIMITS.max_model_len, LIMITS)
+    assert caught.value.code == "context_length_exceeded"

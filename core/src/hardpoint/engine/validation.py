@@ -109,6 +109,8 @@ def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
     """Prompt ids as int32 ``[prompt]``: integers inside the vocabulary that leave room for one new token."""
     if isinstance(token_ids, str | bytes):
         raise _refuse(f"prompt token ids must be a list of integers, not {type(token_ids).__name__}", "prompt")
+    if isinstance(token_ids, list | tuple):
+        _check_prompt_len(len(token_ids), limits)  # Converting a body full of numbers would take seconds.
     try:
         array = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError):
@@ -117,17 +119,21 @@ def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
         raise _refuse("the prompt is empty", "prompt", "empty_prompt")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise _refuse("prompt token ids must be a flat list of integers", "prompt", "invalid_type")
-    if len(array) >= limits.max_model_len:
-        raise _refuse(
-            f"the prompt has {len(array)} tokens; the context length is {limits.max_model_len} tokens, "
-            "one of which must be left for the answer",
-            "prompt",
-            "context_length_exceeded",
-        )
+    _check_prompt_len(len(array), limits)
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= limits.vocab_size:
         raise _out_of_vocabulary(low if low < 0 else high, "prompt", limits)
     return array.astype(np.int32)
+
+
+def _check_prompt_len(num_tokens: int, limits: ModelLimits) -> None:
+    if num_tokens >= limits.max_model_len:
+        raise _refuse(
+            f"the prompt has {num_tokens} tokens; the context length is {limits.max_model_len} tokens, "
+            "one of which must be left for the answer",
+            "prompt",
+            "context_length_exceeded",
+        )
 
 
 def validate_options(options: RequestOptions) -> None:
