@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from hardpoint.engine.async_llm import AsyncLLM
+from hardpoint.engine.frontend import Frontend
 from hardpoint.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -32,8 +33,9 @@ from hardpoint.interfaces import (
     RequestOutput,
     SamplingParams,
 )
+from hardpoint.interfaces.tokenizer import DecodeStream
 from hardpoint.roles import ProcessRole
-from hardpoint.testing import next_token
+from hardpoint.testing import FakeTokenizer, next_token
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, output_kind=OutputKind.DELTA)
 LONG = SamplingParams(temperature=0.0, max_tokens=100, output_kind=OutputKind.DELTA)
@@ -376,3 +378,44 @@ async def test_a_bad_request_costs_nothing(start: Start) -> None:
                 await collect(llm, prompt, params)  # type: ignore[arg-type]
         assert llm.num_unfinished == 0
         assert llm.stats() is None
+
+
+async def test_a_request_the_front_end_cannot_follow_is_not_left_to_the_engine(start: Start) -> None:
+    class Unwilling(FakeTokenizer):
+        def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
+            raise ValueError("no decoder for this prompt")
+
+    async with start(SLOW) as llm:
+        llm._outputs._tokenizer = Unwilling()
+        with pytest.raises(ValueError, match="no decoder"):
+            await collect(llm, PROMPT, LONG)
+        stats = await llm.refresh_stats()
+        assert (stats.num_running, stats.num_waiting, llm.num_unfinished) == (0, 0, 0)
+
+
+async def test_the_tokenizer_loads_beside_the_event_loop(
+    make_spec: Callable[..., Any], make_runtime: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_spec, threads = Frontend.from_spec, []
+
+    def watched(*arguments: Any) -> Frontend:
+        threads.append(threading.current_thread())
+        return from_spec(*arguments)
+
+    monkeypatch.setattr(Frontend, "from_spec", watched)
+    llm = await AsyncLLM.start(make_spec(), make_runtime(ProcessRole.API))
+    await llm.shutdown(drain=False)
+    assert threads
+    assert threads[0] is not threading.main_thread()
+
+
+async def test_a_broken_connection_ends_in_an_orderly_shutdown_all_the_same(start: Start) -> None:
+    async def broken() -> None:
+        raise zmq.ZMQError(zmq.ETERM)
+
+    async with start() as llm:
+        llm.client._reader.cancel()
+        llm.client._reader = asyncio.create_task(broken())
+        llm.client._reader.add_done_callback(llm.client._reader_ended)
+        await until(lambda: llm.client.dead_reason is not None)
+        assert "receiving from the engine failed" in (llm.client.dead_reason or "")

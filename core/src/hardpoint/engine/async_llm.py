@@ -70,7 +70,8 @@ class AsyncLLM:
     @classmethod
     async def start(cls, spec: EngineSpec, runtime: PluginRuntime) -> AsyncLLM:
         """Load the tokenizer here and the model in a new engine process. Raises whatever stops the start."""
-        frontend = Frontend.from_spec(spec, runtime)
+        # A large vocabulary takes a second to read; probes and signals are answered meanwhile.
+        frontend = await asyncio.to_thread(Frontend.from_spec, spec, runtime)
         loggers = runtime.create_all("stat_logger")
         stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
         client = await ProcessClient.launch(spec)
@@ -127,9 +128,10 @@ class AsyncLLM:
         processed = self._frontend.inputs.process(prompt, params, options, token_ids)
         self._admit(len(processed.requests))
         news = asyncio.Event()
-        self.client.add(processed.requests)
+        # Known here first: whatever fails from now on, the end of this generator tells the engine to forget it.
         state = self._outputs.add(processed, news.set)
         try:
+            self.client.add(processed.requests)
             while True:
                 if state.failure is not None:
                     raise state.failure

@@ -139,8 +139,7 @@ class ProcessClient:
         await asyncio.to_thread(self.child.close)
         self._die("the engine was shut down")
         self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        await asyncio.wait({self._reader})  # Its error, if it had one, was told when it ended.
         self._receiver.close(linger=0)
         self._receiver.context.term()
         self._sender.close(linger=0)
