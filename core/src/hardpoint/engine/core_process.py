@@ -66,6 +66,8 @@ def main(payload: bytes) -> int:
             roles.add(ProcessRole.WORKER)
         runtime = boot(job.spec.plan, roles, platform=job.spec.platform, log_level=job.spec.log_level)
         core = build_engine(job.spec, runtime)
+        server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
+        signal.signal(signal.SIGTERM, server.on_sigterm)
     except _Terminated:
         return 0
     except Exception as error:
@@ -76,8 +78,6 @@ def main(payload: bytes) -> int:
         sockets.send_all(wire.StartupFailed(type(error).__name__, str(error)))
         sockets.close()
         return 1
-    server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
-    signal.signal(signal.SIGTERM, server.on_sigterm)
     threading.Thread(target=sockets.receive_into, args=(inbox,), name="engine-input", daemon=True).start()
     sockets.send_all(wire.Ready(engine_facts(core, job.spec, runtime)))
     code = server.run()
