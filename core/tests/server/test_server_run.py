@@ -313,3 +313,8 @@ def test_bind_gives_a_listening_socket(host: str, family: int | None) -> None:
 def test_an_unknown_host_cannot_be_bound() -> None:
     with pytest.raises(ConfigError, match="cannot be bound"):
         bind(ServerConfig(host="no.such.host.invalid"))
+
+
+def test_a_name_that_is_none_cannot_be_bound() -> None:
+    with pytest.raises(ConfigError, match="--host 'xxx.*cannot be bound"):
+        bind(ServerConfig(host="x" * 64 + ".example"))

@@ -70,8 +70,8 @@ def bind(config: ServerConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {config.host!r} cannot be bound: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: not even the spelling of a name
+        raise ConfigError(f"--host {config.host!r} cannot be bound: {getattr(error, 'strerror', error)}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
