@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from hardpoint.config.errors import from_validation, one_line
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
 from hardpoint.errors import ConfigError
+from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
 
 __all__ = ["add_arguments", "load_config"]
 
@@ -28,7 +29,6 @@ _ENGINE_SECTIONS = ("model", "cache", "scheduler", "execution")
 _OTHER_SECTIONS: Mapping[str, type[BaseModel]] = {"server": ServerConfig}
 _COMMA_LISTS = ("endpoints", "allowed_hosts")
 """Lists whose flag takes commas as well as repetition; keys may hold commas and do not."""
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Ap
         _section(engine, "model")["name"] = arguments.model
     if "name" not in _section(engine, "model"):
         raise ConfigError("no model is named; give one as the first argument or as model.name in the file")
-    _apply_plugin_arguments(arguments, rest)
+    _apply_plugin_arguments(arguments, environ, rest)
     name = engine["model"].get("served_name") or engine["model"]["name"]
     try:
         return AppConfig.model_validate({"engines": {str(name): engine}, **rest})
@@ -138,12 +138,8 @@ def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str
         return value
     text = environ[flag.variable]
     if flag.is_list:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    if flag.is_switch:
-        if text.lower() not in (*_TRUE, *_FALSE):
-            raise ConfigError(f"{flag.variable}={text!r} is neither yes nor no; use one of {', '.join(_TRUE + _FALSE)}")
-        return text.lower() in _TRUE
-    return text
+        return parse_names(text)
+    return parse_flag(flag.variable, text) if flag.is_switch else text
 
 
 def _read_file(path: str | None) -> dict[str, Any]:
@@ -165,7 +161,9 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     if engines is not None:
         if not isinstance(engines, dict) or len(engines) != 1:
             raise ConfigError("'engines' must hold exactly one engine; one server runs one model for now")
-        (given,) = engines.values()
+        if beside := [key for key in _ENGINE_SECTIONS if key in document]:
+            raise ConfigError(f"{', '.join(beside)} must stand under the engine in 'engines', not beside it")
+        ((name, given),) = engines.items()
         if not isinstance(given, dict):
             raise ConfigError(f"the entry under 'engines' must hold sections such as model and cache, not {given!r}")
         engine = dict(given)
@@ -177,6 +175,8 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
         for key, value in holder.items():
             if isinstance(value, dict):
                 holder[key] = dict(value)
+    if engines is not None:
+        _section(engine, "model").setdefault("served_name", str(name))
     return engine, rest
 
 
@@ -188,7 +188,7 @@ def _section(holder: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _apply_plugin_arguments(arguments: argparse.Namespace, rest: dict[str, Any]) -> None:
+def _apply_plugin_arguments(arguments: argparse.Namespace, environ: Mapping[str, str], rest: dict[str, Any]) -> None:
     for text in arguments.plugin:
         path, equals, value = text.partition("=")
         parts = path.split(".")
@@ -201,9 +201,10 @@ def _apply_plugin_arguments(arguments: argparse.Namespace, rest: dict[str, Any])
             raise ConfigError(f"--plugin {text!r}: the value cannot be read: {one_line(error)}") from None
         _section(_section(_section(rest, "plugins"), kind), name)[key] = parsed
     policy = _section(rest, "plugin_policy")
-    if arguments.plugins is not None:
-        policy["allow"] = tuple(part.strip() for part in arguments.plugins.split(",") if part.strip())
+    allow = parse_names(environ.get(ALLOW_VARIABLE) if arguments.plugins is None else arguments.plugins)
+    if allow is not None:
+        policy["allow"] = allow
     if arguments.pin:
         policy["pins"] = tuple(arguments.pin)
-    if arguments.strict_plugins:
-        policy["strict"] = True
+    if arguments.strict_plugins or environ.get(STRICT_VARIABLE):
+        policy["strict"] = arguments.strict_plugins or parse_flag(STRICT_VARIABLE, environ[STRICT_VARIABLE])

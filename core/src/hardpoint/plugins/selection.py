@@ -16,6 +16,7 @@ ALLOW_VARIABLE = "HARDPOINT_PLUGINS"
 STRICT_VARIABLE = "HARDPOINT_PLUGINS_STRICT"
 ENDPOINT_SETTING = "server.endpoints"
 ENDPOINT_VARIABLE = "HARDPOINT_ENDPOINTS"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 DEFAULT_ENDPOINTS = ("openai", "ops")
 """The endpoints a server opens unless told otherwise: one visible configuration value."""
 
@@ -52,7 +53,8 @@ class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
         if settings.get("allow") is None:
             settings["allow"] = parse_names(environ.get(ALLOW_VARIABLE))
         if not settings.get("strict"):
-            settings["strict"] = _parse_flag(STRICT_VARIABLE, environ.get(STRICT_VARIABLE, ""))
+            text = environ.get(STRICT_VARIABLE)
+            settings["strict"] = bool(text) and parse_flag(STRICT_VARIABLE, text or "")
         return cls(**settings)
 
 
@@ -77,9 +79,8 @@ def parse_pins(pins: Iterable[str]) -> dict[str, str]:
     return parsed
 
 
-def _parse_flag(variable: str, text: str) -> bool:
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return False
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigError(f"{variable}={text!r} is not a switch; use 1 or 0")
+def parse_flag(variable: str, text: str) -> bool:
+    """A switch in the environment. Raises ``ConfigError`` naming ``variable`` for other words than the known ones."""
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{variable}={text!r} is neither yes nor no; use one of {', '.join(_TRUE + _FALSE)}")
+    return text.lower() in _TRUE

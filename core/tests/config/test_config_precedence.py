@@ -1,0 +1,47 @@
+"""Settings of one instance from file, environment and flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from hardpoint.config import AppConfig, add_arguments, load_config
+from hardpoint.errors import ConfigError
+
+
+def load(tmp_path: Path, text: str, *flags: str, **environ: str) -> AppConfig:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, with_server=True)
+    return load_config(parser.parse_args(["--config", str(path), *flags]), environ)
+
+
+def test_the_environment_wins_over_the_file_for_plugins_too(tmp_path: Path) -> None:
+    text = "model: m\nplugin_policy: {allow: [a], strict: true}\n"
+    assert load(tmp_path, text).plugin_policy.allow == ("a",)
+    policy = load(tmp_path, text, HARDPOINT_PLUGINS="b,c", HARDPOINT_PLUGINS_STRICT="0").plugin_policy
+    assert (policy.allow, policy.strict) == (("b", "c"), False)
+    policy = load(tmp_path, text, "--plugins", "d", "--strict-plugins", HARDPOINT_PLUGINS="b").plugin_policy
+    assert (policy.allow, policy.strict) == (("d",), True)
+    assert load(tmp_path, text, HARDPOINT_PLUGINS="").plugin_policy.allow == ()
+
+
+def test_an_engine_is_served_under_its_name_in_the_file(tmp_path: Path) -> None:
+    text = "engines:\n  mine:\n    model: {name: m}\n"
+    assert list(load(tmp_path, text).engines) == ["mine"]
+    assert list(load(tmp_path, text, HARDPOINT_SERVED_NAME="other").engines) == ["other"]
+    assert list(load(tmp_path, text + "      \n", "n").engines) == ["mine"]
+
+
+def test_sections_beside_engines_are_not_dropped_in_silence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cache must stand under the engine"):
+        load(tmp_path, "engines:\n  mine:\n    model: m\ncache: {block_size: 8}\n")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("on", True), ("FALSE", False)])
+def test_switches_are_read_from_the_environment(tmp_path: Path, text: str, expected: bool) -> None:
+    config = load(tmp_path, "model: m\n", HARDPOINT_PREFIX_CACHING=text)
+    assert config.engines["m"].cache.prefix_caching is expected
