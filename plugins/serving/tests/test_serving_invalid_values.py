@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from hardpoint.interfaces.engine import Prompt
+from hardpoint.testing import FakeEngineClient
 from invalid_values import BASE, CHAT, COMPLETIONS, HUGE, MALFORMED, assert_refusal, bad_values
 
 
@@ -98,6 +101,26 @@ async def test_listed_template_arguments_reach_the_renderer(in_process: Any) -> 
     body = {**BASE[CHAT], "chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
     assert (await in_process.http.post(CHAT, json=body)).status_code == 200
     assert in_process.client.seen[-1][0].text == "<user>hi\n[enable_thinking=False]"
+
+
+async def test_no_template_runs_on_the_event_loop(make_in_process: Any) -> None:
+    """It may take two seconds, however short the messages are."""
+
+    class Watched(FakeEngineClient):
+        def render_chat(self, messages: Any, **options: Any) -> Prompt:
+            assert threading.current_thread() is not threading.main_thread()
+            return super().render_chat(messages, **options)
+
+    served = make_in_process(Watched())
+    answer = await served.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    assert answer.status_code == 200
+
+
+async def test_what_the_template_decides_cannot_be_asked_for(in_process: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "add_special_tokens": True}
+    answer = await in_process.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "add_special_tokens")
+    assert (await in_process.http.post("/v1/chat/completions", json={**body, "add_special_tokens": False})).is_success
 
 
 async def test_a_long_conversation_is_rendered_all_the_same(in_process: Any) -> None:

@@ -21,6 +21,7 @@ from hardpoint_serving.openai.completions import CompletionWriter
 from hardpoint_serving.openai.protocol import ChatRequest, CompletionRequest, Message
 from hardpoint_serving.openai.translate import Identity
 from hardpoint_serving.outputs import ClientGone, OutputStream, until_gone
+from hardpoint_serving.sse import EventStream
 
 IDENTITY = Identity("id-1", 1, "fake", "fp_1")
 PROMPT = (5, 6)
@@ -239,3 +240,38 @@ def test_token_ids_are_sent_even_where_no_text_is_complete() -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[7], [7]]
     assert chunks[0]["choices"][0]["prompt_token_ids"] == list(PROMPT)
     assert "prompt_token_ids" not in chunks[1]["choices"][0]
+
+
+def test_offsets_count_tokens_whose_text_is_still_held_back() -> None:
+    """Text that may begin a stop string comes later than its token; the token's place is the same."""
+
+    def logprob(text: str) -> PositionLogprobs:
+        return PositionLogprobs(Logprob(7, -1.0, text, text.encode(), 1), ())
+
+    parts = [("", "ab"), ("abc", "cd"), ("def", "ef")]
+    outputs = [
+        output(text, last=number == 2, count=number + 1, logprobs=(logprob(token),))
+        for number, (text, token) in enumerate(parts)
+    ]
+    request = CompletionRequest(prompt="x", logprobs=0, stream=True)
+    chunks = run_frames(CompletionWriter(request, IDENTITY, FakeTokenizer()).frames, outputs)
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2], [4]]
+
+
+async def test_a_stream_that_cannot_even_begin_is_closed() -> None:
+    source = Source([output("a")], endless=True)
+    stream = OutputStream([source.run()])
+    gone = never()
+    await stream.prime(gone, 1.0)
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield b"x"
+
+    async def send(message: Any) -> None:
+        raise OSError("the connection is gone")
+
+    answer = EventStream(frames(), gone=gone, close=stream.close, error_body=lambda failure: {}, keepalive_s=1.0)
+    with pytest.raises(OSError, match="connection is gone"):
+        await answer({}, None, send)
+    assert source.closed
+    assert gone.cancelled()

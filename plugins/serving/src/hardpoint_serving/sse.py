@@ -56,15 +56,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         del scope, receive
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        writer = asyncio.create_task(self._write(send), name="event-writer")
-        beat = asyncio.create_task(self._beat(send), name="event-keepalive")
+        tasks = [self._gone]
         try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            writer = asyncio.create_task(self._write(send), name="event-writer")
+            tasks += [writer, asyncio.create_task(self._beat(send), name="event-keepalive")]
             await asyncio.wait({writer, self._gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (writer, beat, self._gone):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(writer, beat, self._gone, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._close()
 
     async def _write(self, send: Any) -> None:

@@ -23,7 +23,10 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class _Sequence:
-    """Where one sequence stands. ``offset`` is the number of characters already reported, in the given text."""
+    """Where one sequence stands. ``offset`` is the place of the next token in its whole text.
+
+    It runs ahead of the text sent so far, part of which may be held back for a stop string.
+    """
 
     offset: int = 0
     started: bool = False
@@ -99,8 +102,7 @@ class CompletionWriter:
             logprobs = CompletionLogprobs([], [], [], [])
             if echoed and output.prompt_logprobs is not None:
                 self._add_prompt(logprobs, output)
-            self._add(logprobs, sequence.logprobs or (), state.offset + len(echoed))
-        state.offset += len(echoed) + len(sequence.text)
+            state.offset = self._add(logprobs, sequence.logprobs or (), state.offset + len(echoed))
         return CompletionChoice(
             index=prompt_index * (self.request.n or 1) + sequence.index,
             text=echoed + sequence.text,

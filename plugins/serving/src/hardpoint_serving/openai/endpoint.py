@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -32,7 +31,6 @@ from hardpoint_serving.openai.translate import (
     refuse_unsupported,
     request_options,
     template_arguments,
-    text_of,
 )
 from hardpoint_serving.outputs import ClientGone, Numbered, OutputStream, watch_client
 from hardpoint_serving.sse import EventStream
@@ -41,7 +39,6 @@ __all__ = ["OpenAIEndpoint", "OpenAIOptions", "create"]
 
 _CLIENT_CLOSED_REQUEST = 499
 _MAX_EXTERNAL_ID = 128
-_RENDER_OFF_LOOP_CHARS = 4096
 
 
 class OpenAIOptions(BaseModel):
@@ -104,16 +101,13 @@ class OpenAIEndpoint(Endpoint):
         )
 
     async def _render(self, client: EngineClient, body: ChatRequest) -> Prompt:
-        messages = chat_messages(body.messages)
-        render = functools.partial(
+        # A template may take two seconds whatever the messages' length, which must not hold up other streams.
+        return await asyncio.to_thread(
             client.render_chat,
-            messages,
+            chat_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_arguments=template_arguments(body, self._options.template_arguments),
         )
-        # Templates and tokenizers take time in proportion to the text: a long one must not hold up other streams.
-        size = sum(len(text_of(message)) for message in body.messages)
-        return await asyncio.to_thread(render) if size > _RENDER_OFF_LOOP_CHARS else render()
 
     async def complete(self, request: Request) -> Response:
         body = await decode_body(request, CompletionRequest)

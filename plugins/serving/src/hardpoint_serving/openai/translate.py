@@ -25,7 +25,6 @@ __all__ = [
     "refuse_unsupported",
     "request_options",
     "template_arguments",
-    "text_of",
 ]
 
 _COMPLETION_MAX_TOKENS = 16
@@ -65,6 +64,9 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     if isinstance(request, ChatRequest) and _plain(request.chat_template) is not None:
         # A template is a program: only the operator chooses one.
         raise InvalidRequestError("chat_template cannot be set by a request", param="chat_template", code="not_allowed")
+    if isinstance(request, ChatRequest) and request.add_special_tokens:
+        fault = "add_special_tokens is not supported for chats: the template decides about special tokens"
+        raise InvalidRequestError(fault, param="add_special_tokens", code="unsupported")
     for name, allowed in OFF_VALUES.items():
         if _plain(getattr(request, name, _NULL)) not in allowed:
             raise InvalidRequestError(f"{name} is not supported yet", param=name, code="unsupported")
@@ -149,13 +151,6 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if part.text is None:
                 raise InvalidRequestError("a text part has no text", param="messages", code="invalid_value")
     return [_message(message) for message in messages]
-
-
-def text_of(message: Message) -> str:
-    """All text of a message, for measuring."""
-    if isinstance(message.content, list):
-        return "".join(part.text or "" for part in message.content)
-    return message.content or ""
 
 
 def _message(message: Message) -> dict[str, Any]:
