@@ -90,6 +90,7 @@ class GenerateCommand(CliCommand):
                     printer.add(index, output.outputs[0].text, output.finished)
                     if output.finished:
                         results.append(output)
+                        _complain(prompts[index], output)
                 print(summary(results, time.perf_counter() - started))
             else:
                 results = llm.generate(inputs, params)
@@ -105,12 +106,16 @@ class GenerateCommand(CliCommand):
                 print(json.dumps(as_json(text, result), ensure_ascii=False), flush=True)
             else:
                 print(f">>> {text}\n{result.outputs[0].text}\n")
-            if _failed(result):
-                print(f"hardpoint: prompt {text[:60]!r} failed: {result.error}", file=sys.stderr)
+            _complain(text, result)
 
 
 def _failed(result: RequestOutput) -> bool:
     return any(output.finish_reason is FinishReason.ERROR for output in result.outputs)
+
+
+def _complain(prompt: str, result: RequestOutput) -> None:
+    if _failed(result):
+        print(f"hardpoint: prompt {prompt[:60]!r} failed: {result.error}", file=sys.stderr)
 
 
 def as_json(prompt: str, result: RequestOutput) -> dict[str, object]:
