@@ -6,11 +6,21 @@ may carry text that reaches an HTTP client verbatim, so it never contains addres
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 
 class HardpointError(Exception):
     """Base of every error raised on purpose."""
+
+
+def as_raised(kind: str, message: str) -> HardpointError | None:
+    """The error that another process reported by class name and text; None for a class that is none of these."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, HardpointError):
+        with contextlib.suppress(TypeError):  # A class that takes more than a text.
+            return known(message)
+    return None
 
 
 class ConfigError(HardpointError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -176,8 +175,7 @@ def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: Mode
     if not names:
         raise PluginNotFoundError(no_candidate("weight_loader"))
     for name in names:
-        base = runtime.context("weight_loader", name)
-        context = WeightLoaderContext(**_fields(base))
+        context = runtime.context("weight_loader", name, WeightLoaderContext)
         loader: WeightLoader = runtime.create("weight_loader", name, context)
         if engine.model.loader or loader.accepts(artifact):
             return name, loader.describe(artifact)
@@ -306,22 +304,3 @@ def _model_sources(runtime: PluginRuntime) -> list[ModelSource]:
     names = runtime.names("model_source")
     sources = [runtime.create("model_source", name, runtime.context("model_source", name)) for name in names]
     return sorted(sources, key=lambda source: source.priority)
-
-
-def _fields(context: Any) -> dict[str, Any]:
-    """Fields of the common context, to build a kind's own from."""
-    return {field: getattr(context, field) for field in type(context).__dataclass_fields__}
-
-
-def spec_summary(spec: EngineSpec) -> str:
-    """One line for the log."""
-    config = spec.worker_config
-    return (
-        f"{spec.model_name}: {spec.model.architecture} from {spec.model.artifact.source}, {config.dtype} on "
-        f"{spec.platform}, executor {spec.executor}, scheduler {spec.scheduler}, context {config.max_model_len}"
-    )
-
-
-def with_runtime_dir(spec: EngineSpec, runtime_dir: str) -> EngineSpec:
-    """The same engine with another private folder."""
-    return msgspec.structs.replace(spec, runtime_dir=runtime_dir)

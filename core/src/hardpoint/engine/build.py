@@ -6,14 +6,12 @@ import logging
 import time
 from typing import Any
 
-from hardpoint import errors
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
-from hardpoint.errors import ConfigError, HardpointError, WorkerError
+from hardpoint.errors import ConfigError, WorkerError, as_raised
 from hardpoint.interfaces.executor import Executor, ExecutorContext
 from hardpoint.interfaces.kv_cache import KVCacheConfig, KVLayout, KVPlanRequest, spec_from_wire
-from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.scheduler import Scheduler, SchedulerContext
 from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.runtime import PluginRuntime
@@ -30,25 +28,19 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     """
     started = time.monotonic()
     fields = {"config": spec.worker_config, "plan": spec.plan, "runtime_dir": spec.runtime_dir}
-    executor: Executor = _create(runtime, "executor", spec.executor, ExecutorContext, worker=spec.worker, **fields)
+    context = runtime.context("executor", spec.executor, ExecutorContext, worker=spec.worker, **fields)
+    executor: Executor = runtime.create("executor", spec.executor, context)
     try:
         core = _build_around(spec, runtime, executor)
     except WorkerError as error:
         executor.shutdown()
-        raise _as_raised(error) from error
+        # What a worker raised on purpose keeps its class, so that callers can tell a bad model from a bad worker.
+        raise as_raised(error.kind, str(error).partition(f"{error.kind}: ")[2] or str(error)) or error from error
     except BaseException:
         executor.shutdown()
         raise
     _logger.info("engine %s is ready after %.1f s", spec.model_name, time.monotonic() - started)
     return core
-
-
-def _as_raised(error: WorkerError) -> HardpointError:
-    """What a worker raised on purpose under its own class, so that callers can tell a bad model from a bad worker."""
-    known = getattr(errors, error.kind, None)
-    if not (isinstance(known, type) and issubclass(known, HardpointError) and known.__init__ is Exception.__init__):
-        return error
-    return known(str(error).partition(f"{error.kind}: ")[2] or str(error))
 
 
 def engine_facts(core: EngineCore, spec: EngineSpec, runtime: PluginRuntime) -> EngineFacts:
@@ -67,7 +59,8 @@ def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) 
     kv_cache = _plan_kv_cache(spec, runtime, executor)
     executor.initialize_kv_cache(kv_cache)
     names = {"limits": spec.limits, "kv_cache": kv_cache, "hash_algorithm": spec.hash_algorithm}
-    scheduler: Scheduler = _create(runtime, "scheduler", spec.scheduler, SchedulerContext, **names)
+    context = runtime.context("scheduler", spec.scheduler, SchedulerContext, **names)
+    scheduler: Scheduler = runtime.create("scheduler", spec.scheduler, context)
     executor.collective_rpc("warm_up")
     hooks = HookRunner.from_runtime(runtime)
     return EngineCore(scheduler, executor, max_inflight_steps=spec.limits.max_inflight_steps, hook=hooks.call)
@@ -99,10 +92,5 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
     return config
 
 
-def _create(
-    runtime: PluginRuntime, kind: str, name: str, context_class: type[PluginContext] = PluginContext, **fields: Any
-) -> Any:
-    """The plugin, with its kind's own context fields beside the common ones."""
-    base = runtime.context(kind, name)
-    common = {field: getattr(base, field) for field in PluginContext.__dataclass_fields__}
-    return runtime.create(kind, name, context_class(**common, **fields))
+def _create(runtime: PluginRuntime, kind: str, name: str) -> Any:
+    return runtime.create(kind, name, runtime.context(kind, name))

@@ -60,17 +60,6 @@ class StepPipeline:
         self.num_steps_updated += 1
         return self.scheduler.update(oldest.step, output)
 
-    def drain(self) -> list[EngineOutput]:
-        """Finish every submitted step without submitting another."""
-        outputs: list[EngineOutput] = []
-        while self.inflight:
-            oldest = self.inflight[0]
-            output = self._resolve(oldest)
-            self.inflight.popleft()
-            self.num_steps_updated += 1
-            outputs.extend(self.scheduler.update(oldest.step, output))
-        return outputs
-
     def _submit(self) -> None:
         while len(self.inflight) < self.max_inflight_steps and self.scheduler.has_work():
             if self.inflight and self.inflight[-1].step.defers_sampling:

@@ -13,12 +13,11 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-import hardpoint.errors
 from hardpoint.engine import messages as wire
 from hardpoint.engine.core_process import ENTRY, EnginePayload
 from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
-from hardpoint.errors import EngineDeadError, HardpointError
+from hardpoint.errors import EngineDeadError, HardpointError, as_raised
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
 from hardpoint.ipc import Decoder, create_runtime_dir, encode, private_ipc_address
 from hardpoint.process import ChildProcess, describe_exit, spawn
@@ -175,7 +174,9 @@ class ProcessClient:
             self.facts = message.facts
             _settle(self._ready, message.facts)
         elif isinstance(message, wire.StartupFailed):
-            self._die(f"{message.kind}: {message.message}", startup_error(message))
+            text = f"{message.kind}: {message.message}"
+            fallback = EngineDeadError(f"the engine could not start: {text}")
+            self._die(text, as_raised(message.kind, message.message) or fallback)
         elif isinstance(message, wire.Dead):
             self._die(message.reason)
 
@@ -205,12 +206,3 @@ def _settle(waiting: asyncio.Future[Any] | None, outcome: Any) -> None:
         waiting.exception()  # Looked at, so that a caller who gave up meanwhile leaves no complaint behind.
     else:
         waiting.set_result(outcome)
-
-
-def startup_error(message: wire.StartupFailed) -> HardpointError:
-    """The exception that stopped the engine's start, as its own class if that is one of ours."""
-    known = getattr(hardpoint.errors, message.kind, None)
-    if isinstance(known, type) and issubclass(known, HardpointError):
-        with contextlib.suppress(TypeError):
-            return known(message.message)
-    return EngineDeadError(f"the engine could not start: {message.kind}: {message.message}")

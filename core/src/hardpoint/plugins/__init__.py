@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
     from hardpoint.plugins.platform_selection import PlatformChoice, select_platform
     from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin
-    from hardpoint.plugins.registry import Registry
     from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
     from hardpoint.plugins.resolve import build_plan, resolve_plan
     from hardpoint.plugins.runtime import PluginRuntime
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS", "Cardinality", "DiscoveredPlugin", "Discovery", "DoctorReport", "HookRunner", "KindSpec", "LoadReport",
     "Phase", "PlannedPlugin", "PlatformChoice", "PluginPlan", "PluginRuntime", "PluginSelection", "PluginState",
-    "PluginStatus", "RefusedPlugin", "Registry", "SelectedBy", "Trust", "build_plan", "diagnose", "discover",
+    "PluginStatus", "RefusedPlugin", "SelectedBy", "Trust", "build_plan", "diagnose", "discover",
     "kind_spec", "load_manifest", "parse_names", "parse_pins", "resolve_plan", "select_platform",
 ]
 
@@ -35,7 +34,7 @@ _MODULES = {
     "discovery": "discover", "doctor": "DoctorReport diagnose", "hooks": "HookRunner", "manifest": "load_manifest",
     "kinds": "KINDS Cardinality KindSpec Phase Trust kind_spec", "plan": "PlannedPlugin PluginPlan SelectedBy",
     "platform_selection": "PlatformChoice select_platform", "records": "DiscoveredPlugin Discovery RefusedPlugin",
-    "registry": "Registry", "report": "LoadReport PluginState PluginStatus", "resolve": "build_plan resolve_plan",
+    "report": "LoadReport PluginState PluginStatus", "resolve": "build_plan resolve_plan",
     "runtime": "PluginRuntime", "selection": "PluginSelection parse_names parse_pins",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

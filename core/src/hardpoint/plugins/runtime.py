@@ -119,9 +119,11 @@ class PluginRuntime:
         """The names that may be chosen without anyone naming them."""
         return tuple(planned.name for planned in self.plan.of(kind) if planned.automatic or planned.active)
 
-    def context(self, kind: str, name: str) -> PluginContext:
-        """The plain context from which a kind's own context is built."""
-        return PluginContext(
+    def context(
+        self, kind: str, name: str, context_class: Callable[..., PluginContext] = PluginContext, **fields: Any
+    ) -> PluginContext:
+        """The plain context, or that of a kind with its own ``fields``."""
+        return context_class(
             name=name,
             api_version=kind_spec(kind).api_version,
             roles=self.roles,
@@ -129,6 +131,7 @@ class PluginRuntime:
             platform=self.platform,
             logger=logging.getLogger(f"hardpoint.plugin.{kind}.{name}"),
             plugins=self,
+            **fields,
         )
 
     def fingerprint(self) -> str:

@@ -115,11 +115,8 @@ def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...]) 
     exporters = tuple(logger for logger in loggers.values() if isinstance(logger, MetricsExporter))
 
     def context(endpoint: str) -> PluginContext:
-        base = runtime.context("endpoint", endpoint)
-        common = {field: getattr(base, field) for field in PluginContext.__dataclass_fields__}
-        return EndpointContext(
-            **common, router=engines, facts=facts, exporters=exporters, is_draining=lambda: engines.draining
-        )
+        shared = {"router": engines, "facts": facts, "exporters": exporters, "is_draining": lambda: engines.draining}
+        return runtime.context("endpoint", endpoint, EndpointContext, **shared)
 
     endpoints: dict[str, Endpoint] = runtime.create_all("endpoint", context)
     return _Parts(engines, endpoints, create_app(config.server, engines, endpoints, keys))

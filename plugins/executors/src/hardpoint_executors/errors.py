@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint import errors
-from hardpoint.errors import HardpointError, WorkerError
+from hardpoint.errors import HardpointError, WorkerError, as_raised
 from hardpoint_executors.rpc import RpcFailure
 
 __all__ = ["start_error", "worker_error"]
@@ -28,10 +27,7 @@ def worker_error(
 
 def start_error(rank: int, failure: RpcFailure) -> HardpointError:
     """The error a worker raised while it started; the project's own errors keep their class and message."""
-    known = getattr(errors, failure.kind, None)
-    if isinstance(known, type) and issubclass(known, HardpointError) and known.__init__ is HardpointError.__init__:
-        return known(failure.message)
-    return WorkerError(
+    return as_raised(failure.kind, failure.message) or WorkerError(
         f"worker rank {rank} failed to start: {failure.kind}: {failure.message}",
         rank=rank,
         remote_traceback=failure.traceback,
