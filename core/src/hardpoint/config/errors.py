@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from hardpoint.errors import ConfigError
+from hardpoint.plugins.suggest import did_you_mean
 
 __all__ = ["from_validation", "one_line", "unknown_setting"]
 
@@ -46,8 +46,7 @@ def one_line(error: Exception) -> str:
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    near = difflib.get_close_matches(key, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
+    return did_you_mean(key, names) or f"; known settings: {', '.join(names)}"
 
 
 def _siblings(root: type[BaseModel], location: Sequence[int | str]) -> list[str]:

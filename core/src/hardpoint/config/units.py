@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 __all__ = ["Bytes", "Count", "parse_bytes", "parse_count"]
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)()")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -17,28 +17,23 @@ _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def parse_count(value: object) -> object:
     """``"8k"`` is 8000. Anything but text passes unchanged; raises ``ValueError`` for unreadable text."""
-    if not isinstance(value, str):
-        return value
-    match = _COUNT.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"{value!r} is not a count; write a number such as 2048 or 2k")
-    return _whole(float(match[1]) * _DECIMAL[match[2].lower()], value)
+    return _parse(value, _COUNT, "a count; write a number such as 2048 or 2k")
 
 
 def parse_bytes(value: object) -> object:
     """``"4GiB"`` is 4 * 2**30, ``"4GB"`` 4 * 10**9. Raises ``ValueError`` for unreadable text."""
+    return _parse(value, _BYTES, "a size; write bytes or a size such as 512MiB or 4GiB")
+
+
+def _parse(value: object, pattern: re.Pattern[str], wanted: str) -> object:
     if not isinstance(value, str):
         return value
-    match = _BYTES.fullmatch(value.strip())
+    match = pattern.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"{value!r} is not a size; write bytes or a size such as 512MiB or 4GiB")
-    factors = _BINARY if match[3] else _DECIMAL
-    return _whole(float(match[1]) * factors[match[2].lower()], value)
-
-
-def _whole(number: float, text: str) -> int:
+        raise ValueError(f"{value!r} is not {wanted}")
+    number = float(match[1]) * (_BINARY if match[3] else _DECIMAL)[match[2].lower()]
     if number != int(number):
-        raise ValueError(f"{text!r} is not a whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return int(number)
 
 
