@@ -66,7 +66,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

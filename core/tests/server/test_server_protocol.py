@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
-from server_support import make_app
 
 from hardpoint.server.protocol import MAX_BODY_PARTS, bounded_protocol
 from hardpoint.server.run import HttpServer
+from server_support import make_app
 
 LIMIT = 65_536
 GOOD = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
