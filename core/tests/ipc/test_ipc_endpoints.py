@@ -74,10 +74,14 @@ def test_a_living_processs_old_folder_and_strangers_are_left_alone(tmp_path: Pat
     other.mkdir()
     link = tmp_path / "hardpoint-link"
     link.symlink_to(other)
-    for path in (folder, other):
+    namesake = tmp_path / "hardpoint-checkout"
+    namesake.mkdir(mode=0o700)
+    (namesake / "work").touch()
+    for path in (folder, other, namesake):
         age(path)
     finish(start(tmp_path)[0])
     assert folder.exists()
+    assert (namesake / "work").exists()
     assert other.exists()
     assert link.is_symlink()
     finish(living)

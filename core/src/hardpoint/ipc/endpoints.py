@@ -17,6 +17,9 @@ from hardpoint.errors import ConfigError
 __all__ = ["create_runtime_dir", "private_ipc_address"]
 
 _PREFIX = "hardpoint-"
+_MARK = ".hardpoint-sockets"
+"""In every folder made here, so that no other folder that happens to be called like one is ever removed."""
+
 _MAX_PATH_BYTES = 107  # sun_path holds 108 bytes with its terminator.
 _STALE_AFTER_S = 60.0
 
@@ -31,6 +34,7 @@ def create_runtime_dir() -> str:
         base = tempfile.gettempdir()
     _remove_stale(Path(base))
     path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+    Path(path, _MARK).touch()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     atexit.register(_remove_own, path, descriptor, os.getpid())
@@ -70,7 +74,7 @@ def _remove_stale(base: Path) -> None:
             status = path.lstat()
             # Young folders may not be locked yet by the process that makes them.
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and time.time() - status.st_mtime > _STALE_AFTER_S:
+            if is_ours and (path / _MARK).is_file() and time.time() - status.st_mtime > _STALE_AFTER_S:
                 _remove_unlocked(path)
 
 
