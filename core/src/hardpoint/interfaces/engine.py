@@ -142,7 +142,10 @@ class EngineClient(Protocol):
         add_generation_prompt: bool = True,
         template_arguments: dict[str, Any] | None = None,
     ) -> Prompt:
-        """Apply the chat template. Raises ``InvalidRequestError`` for messages it cannot take."""
+        """Apply the chat template. Raises ``InvalidRequestError`` for messages it cannot take.
+
+        Takes up to two seconds whatever the messages' length, and is thread-safe: event loops call it on a thread.
+        """
 
     @property
     def is_ready(self) -> bool:
