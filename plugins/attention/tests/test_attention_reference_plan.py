@@ -64,6 +64,13 @@ def test_a_long_row_is_tiled_and_no_tile_reads_the_future() -> None:
     assert [(row_set.num_queries, int(row_set.key_end[0])) for row_set in sets] == [(32, 42), (32, 74), (6, 80)]
 
 
+def test_without_causality_every_tile_reads_to_the_end() -> None:
+    """R5.44."""
+    given_batch = batch([(10, 70)])
+    sets = paged_row_sets(given_batch, np.arange(1), Visibility(causal=False, window=None), PlanLimits(100, 32))
+    assert [(row_set.num_queries, int(row_set.key_end[0])) for row_set in sets] == [(32, 80), (32, 80), (6, 80)]
+
+
 def test_a_window_skips_blocks_that_nobody_sees() -> None:
     (decode,) = plan([(40, 1)], window=6)
     assert (int(decode.first_block[0]), decode.num_blocks) == (8, 3)

@@ -145,6 +145,19 @@ def test_the_last_running_request_makes_room_and_comes_back_first() -> None:
     assert loop.tokens("c") == expected(list(range(70, 75)), 2)
 
 
+def test_room_made_for_a_running_request_is_not_given_away_in_the_same_step() -> None:
+    """R3.60: a first chunk of the victim itself would fit at once, and would be thrown out again right after."""
+    loop = make_loop(num_blocks=7, max_num_batched_tokens=BLOCK, prefix_caching=False)
+    for name, start in (("a", 3), ("b", 40)):
+        loop.scheduler.add(request(name, range(start, start + 11), max_tokens=6))
+    while not len(loop.step().preempted_slots):
+        pass
+    step = loop.steps[-1]
+    assert loop.scheduler.stats().num_free_blocks >= 1
+    assert step.num_tokens < BLOCK
+    assert not step.new_rows
+
+
 def test_the_request_that_needs_room_can_be_the_victim_itself() -> None:
     """R3.50."""
     loop = make_loop(num_blocks=7, max_num_batched_tokens=64, prefix_caching=False)

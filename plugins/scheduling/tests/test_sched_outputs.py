@@ -63,6 +63,12 @@ def test_stops_count_only_after_min_tokens() -> None:
     assert finish_reasons(outputs) == [FinishReason.STOP]
 
 
+def test_a_stop_within_min_tokens_is_a_token_like_any_other_also_in_the_first_output() -> None:
+    """Outputs that carry more than their token are looked at one by one; the same rule holds there."""
+    outputs = stop_case([2, 2], max_tokens=9, eos_token_ids=(2,), sampling={"min_tokens": 1, "logprobs": 0})
+    assert [output.finish_reason for output in outputs] == [None, FinishReason.STOP]
+
+
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
     outputs = stop_case([9, 2], max_tokens=2, eos_token_ids=(2,))
     assert finish_reasons(outputs) == [FinishReason.STOP]
@@ -206,6 +212,14 @@ def test_a_failed_row_ends_alone_and_its_blocks_are_never_shared() -> None:
     scheduler.add(request("again", [*PROMPT, 5]))
     step = scheduler.schedule()
     assert step.num_computed_tokens.tolist()[-1] == 0
+
+
+def test_a_failure_of_an_earlier_owner_does_not_end_the_present_one() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT, max_tokens=2))
+    step = scheduler.schedule()
+    stale = answer(step, failures=(RowFailure(0, 2, "stale"),))
+    assert [output.finish_reason for output in scheduler.update(step, stale)] == [None]
 
 
 def test_what_a_failed_row_wrote_is_not_found_even_if_its_request_ended_meanwhile() -> None:

@@ -391,6 +391,14 @@ class TestRandom:
         assert run(1) != run(2)
         assert len(set(run(1))) > 3
 
+    def test_a_seed_counts_outputs_whatever_the_prompt(self, batch: Batch) -> None:
+        """R6.18: the stream belongs to the answer, so the prompt's length does not shift it."""
+        batch.add(0, [1, 5, 6], num_prompt_tokens=1, temperature=2.0, seed=7)
+        batch.add(1, [1, 2, 3, 4, 5, 6], num_prompt_tokens=4, temperature=2.0, seed=7)
+        uniforms = batch.metadata().uniforms
+        assert uniforms is not None
+        assert float(uniforms[0]) == float(uniforms[1])
+
     def test_uniforms_cover_the_unit_interval_evenly(self) -> None:
         seeds, counters = np.meshgrid(np.arange(100), np.arange(100))
         values = counter_uniforms(seeds.ravel(), counters.ravel())

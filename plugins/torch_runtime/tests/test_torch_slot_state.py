@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces.step import BlockUpdate, TokenUpdate
-from hardpoint_torch_runtime.runner.slot_state import SlotState
+from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
 
 
 def ints(*values: int) -> np.ndarray:
@@ -36,6 +36,14 @@ def test_a_shorter_owner_leaves_no_blocks_of_a_longer_one(state: SlotState, make
     assert state.tables[0].ids[0].sum() == 0
     state.enter(make_row(0, [1], [9], generation=2))
     assert state.tables[0].ids[0].tolist()[:3] == [9, 0, 0]
+
+
+def test_a_replaced_table_holds_nothing_of_the_former_one() -> None:
+    """R4.54, without a release in between."""
+    table = BlockTable(1, 4, 4)
+    table.replace(0, ints(1, 2, 3))
+    table.replace(0, ints(9))
+    assert (table.ids[0].tolist(), table.counts.tolist()) == ([9, 0, 0, 0], [1])
 
 
 def test_releasing_an_empty_slot_is_harmless(state: SlotState) -> None:
