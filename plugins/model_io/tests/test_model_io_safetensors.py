@@ -235,3 +235,28 @@ def test_missing_parts_are_named(hf_folder: MakeFolder, as_artifact: AsArtifact)
     (root / "config.json").unlink()
     with pytest.raises(ModelFormatError, match=r"config\.json is missing"):
         SafetensorsWeightLoader().describe(as_artifact(root))
+
+
+def resident_bytes(path: Path) -> int:
+    """Memory that the mappings of ``path`` hold in this process."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="resident memory per mapping is a Linux figure")
+def test_what_was_read_does_not_stay_in_memory(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    """Weights that are converted while they are loaded would otherwise lie in memory twice."""
+    size = 4 << 20
+    folder = hf_folder(tensors={f"t{index}": np.full(size, index, np.uint8) for index in range(6)})
+    loader = SafetensorsWeightLoader()
+    found, most = [], 0
+    for one in loader.tensors(loader.describe(as_artifact(folder))):
+        found.append((one.name, int(one.data.max()), int(one.data.min())))
+        most = max(most, resident_bytes(folder / "model.safetensors"))
+    assert sorted(found) == [(f"t{index}", index, index) for index in range(6)]
+    assert size // 2 <= most <= 2 * size

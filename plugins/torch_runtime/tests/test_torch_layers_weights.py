@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,27 @@ def test_parts_of_a_fused_layer_land_side_by_side_in_any_order() -> None:
     assert report.num_tensors == 5
     assert report.num_bytes == sum(array.nbytes for array in arrays.values())
     assert report.ignored == ()
+
+
+def unpacked(name: str, alive: list[weakref.ref[np.ndarray]]) -> WeightTensor:
+    array = complete()[name].copy()
+    alive.append(weakref.ref(array))
+    return WeightTensor(name, "float32", array.shape, array)
+
+
+def test_one_unpacked_tensor_is_alive_at_a_time() -> None:
+    class Unpacking(ListedLoader):
+        """As loaders do it: nothing of a tensor stays behind in the generator."""
+
+        def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
+            alive: list[weakref.ref[np.ndarray]] = []
+            for name in complete():
+                assert all(entry() is None for entry in alive), "an earlier tensor still takes memory"
+                yield unpacked(name, alive)
+
+    model: Any = TinyModel()
+    report = load_weights(model, Unpacking(()), INFO, show_progress=False)
+    assert report.num_tensors == 5
 
 
 def test_everything_that_does_not_fit_is_in_one_error_with_the_artifact() -> None:

@@ -75,6 +75,17 @@ def map_file(path: Path) -> mmap.mmap:
         os.close(descriptor)
 
 
+def release_pages(data: mmap.mmap, start: int, size: int) -> None:
+    """Give back the memory of whole pages within ``size`` bytes from ``start``; reading them again is slow, not wrong.
+
+    Otherwise a model that is converted while it is loaded lies in memory twice.
+    """
+    first = start + -start % mmap.PAGESIZE
+    last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        data.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
 def read_bytes(path: Path, limit: int) -> bytes:
     """Whole content of a regular file of at most ``limit`` bytes."""
     descriptor = open_regular(path)

@@ -17,7 +17,7 @@ from hardpoint.interfaces.model_source import (
     WeightTensor,
 )
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint_model_io.files import confined_path, starts_with
+from hardpoint_model_io.files import confined_path, release_pages, starts_with
 from hardpoint_model_io.formats.gguf import MAGIC, GgufFile, GgufTensor, read_gguf
 from hardpoint_model_io.formats.gguf_config import build_config, token_id
 from hardpoint_model_io.formats.gguf_dequant import dequantize
@@ -82,6 +82,7 @@ class GgufWeightLoader(WeightLoader):
                 continue
             mapped = map_tensor_name(row, stored.name, file.path)
             yield _read_tensor(file, stored, mapped, info, self._packed)
+            release_pages(file.data, stored.offset, stored.num_bytes)
 
 
 def _open(artifact: ModelArtifact) -> tuple[GgufFile, GgufArchitecture]:

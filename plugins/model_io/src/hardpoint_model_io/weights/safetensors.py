@@ -15,7 +15,7 @@ from hardpoint.interfaces.model_source import (
     WeightTensor,
 )
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint_model_io.files import confined_path, read_json_object
+from hardpoint_model_io.files import confined_path, read_json_object, release_pages
 from hardpoint_model_io.formats.safetensors import SafetensorsFile, read_safetensors
 from hardpoint_model_io.weights.config_json import CONFIG, describe_config
 from hardpoint_model_io.weights.sizes import check_sizes
@@ -52,6 +52,7 @@ class SafetensorsWeightLoader(WeightLoader):
         for shard in _shards(info.artifact):
             for tensor in sorted(shard.tensors.values(), key=lambda entry: entry.offset):
                 yield WeightTensor(tensor.name, tensor.dtype.name, tensor.shape, shard.array(tensor))
+                release_pages(shard.data, tensor.offset, tensor.num_bytes)
 
 
 def _shards(artifact: ModelArtifact) -> Iterator[SafetensorsFile]:

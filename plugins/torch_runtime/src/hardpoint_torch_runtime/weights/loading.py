@@ -66,6 +66,8 @@ def load_weights(
         for tensor in loader.tensors(info):
             _take(tensor, model, slots, plan, progress)
             bar.update(tensor.data.nbytes)
+            # Or it would live on while the loader unpacks the next one.
+            del tensor
     Problems(plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule).raise_if_any(info.artifact)
     for module in _module(model).modules():
         if isinstance(module, ParallelLinear):
