@@ -48,10 +48,15 @@ class Feature(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """List-like parameters of one request, as arrays ready for the device."""
+    """List-like parameters of one request, as arrays ready for the device.
+
+    ``bad_tokens`` are excluded always; ``bad_words`` holds longer sequences by the token before their last, so that a
+    step looks only at those that the newest token may lead to.
+    """
 
     allowed: np.ndarray
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_tokens: np.ndarray
+    bad_words: dict[int, list[tuple[int, ...]]]
     stop_tokens: np.ndarray
     bias_tokens: np.ndarray
     bias_values: np.ndarray
@@ -165,7 +170,8 @@ class SlotSampling:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
         return _Lists(
             allowed=np.asarray(sorted(set(params.allowed_token_ids)), dtype=np.int64),
-            bad_words=params.bad_words_token_ids,
+            bad_tokens=np.asarray(sorted({w[0] for w in params.bad_words_token_ids if len(w) == 1}), dtype=np.int64),
+            bad_words=_by_token_before_last(params.bad_words_token_ids),
             stop_tokens=np.asarray(sorted(stops), dtype=np.int64),
             bias_tokens=np.fromiter(params.logit_bias.keys(), dtype=np.int64),
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
@@ -212,10 +218,13 @@ class SlotSampling:
         for row in self._rows_with(slots, Feature.BAD_WORDS).tolist():
             slot = int(slots[row])
             output = state.token_ids[slot, state.num_prompt_tokens[slot] : state.num_tokens[slot]]
-            last = [word[-1] for word in self._lists[slot].bad_words if _is_about_to_complete(word, output)]
-            if last:
+            lists = self._lists[slot]
+            candidates = lists.bad_words.get(int(output[-1]), ()) if len(output) else ()
+            last = [word[-1] for word in candidates if _is_about_to_complete(word, output)]
+            excluded = np.append(lists.bad_tokens, np.asarray(last, dtype=np.int64)) if last else lists.bad_tokens
+            if len(excluded):
                 rows.append(row)
-                tokens.append(np.asarray(last, dtype=np.int64))
+                tokens.append(excluded)
         return self._pairs(rows, tokens)
 
     def _penalties_of(self, slots: Int32Array, state: SlotState) -> Penalties:
@@ -267,7 +276,15 @@ def _features_of(params: SamplingParams) -> Feature:
     return features
 
 
+def _by_token_before_last(words: tuple[tuple[int, ...], ...]) -> dict[int, list[tuple[int, ...]]]:
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        if len(word) > 1:
+            found.setdefault(word[-2], []).append(word)
+    return found
+
+
 def _is_about_to_complete(word: tuple[int, ...], output: Int32Array) -> bool:
-    """The generated text ends in all but the last token of ``word``."""
+    """The generated text ends in all but the last token of ``word``, which has at least two."""
     start = len(word) - 1
-    return start == 0 or (len(output) >= start and output[-start:].tolist() == list(word[:-1]))
+    return len(output) >= start and output[-start:].tolist() == list(word[:-1])
