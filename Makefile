@@ -60,7 +60,7 @@ serve: $(STAMP)
 	@exec $(BIN)/hardpoint serve smollm2 $(SERVE_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)

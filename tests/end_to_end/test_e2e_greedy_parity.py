@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.engine.llm import PromptLike
 from hardpoint.interfaces import Prompt
 from oracle import TransformersOracle
 
@@ -31,8 +32,6 @@ PROMPTS = [
     "Q: What is 17 + 25?\nA:",
     "The quick brown fox jumps over the lazy dog. " * 12,
     "<html>\n<head>\n<title>",
-    "SELECT name, age FROM users WHERE",
-    "Dear Sir or Madam,\n\nI am writing to",
     "🙂 Emojis are",
     "Water boils at",
     "import numpy as np\n\n\ndef softmax(x):",
@@ -108,5 +107,6 @@ def test_the_tokenizer_is_the_oracles(llm: LLM) -> None:
 
 def test_text_and_token_prompts_are_the_same_request(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
-    by_text, by_ids = llm.generate([PROMPTS[0], Prompt(token_ids=ids)], params(16))
+    both: list[PromptLike] = [PROMPTS[0], Prompt(token_ids=ids)]
+    by_text, by_ids = llm.generate(both, params(16))
     assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids

@@ -62,9 +62,10 @@ def children() -> set[int]:
     return found
 
 
-def named_shared_memory(pid: int) -> bool:
-    """Whether the process has mapped anything that a kill could leave lying in the system."""
-    return "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()
+def named_shared_memory(pid: int) -> set[str]:
+    """What the process has mapped that a kill could leave lying in the system."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -238,9 +239,10 @@ def test_nothing_is_left_behind(start: Start, folder: Path) -> None:
         files = {str(path) for path in (folder / "run").glob("*")}
         return {*open_files, *names, *files, *(f"child {pid}" for pid in children())}
 
-    before = things()
+    before, mapped_by_others = things(), named_shared_memory(os.getpid())
     executor = start(2)
-    assert not any(map(named_shared_memory, (os.getpid(), *executor.pids)))
+    assert named_shared_memory(os.getpid()) == mapped_by_others
+    assert not any(map(named_shared_memory, executor.pids))
     executor.collective_rpc("check_health")
     executor.shutdown(5.0)
     wait_until(lambda: not {thing for thing in things() - before if "/proc/" not in thing})

@@ -23,7 +23,7 @@ __all__ = ["ERROR_CODE", "UTILITIES", "EngineCore"]
 _logger = logging.getLogger("hardpoint.engine")
 
 ERROR_CODE = "error_code"
-"""Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded`` or ``not_ready``."""
+"""Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded``, ``not_ready``, ``dead``."""
 
 UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health")
 
@@ -236,7 +236,8 @@ class EngineCore:
         if self.dead_reason is None:
             self.dead_reason = f"{type(error).__name__}: {error}"
             text = "the engine failed during this request"
-            self._deliver([EngineOutput(name, [], FinishReason.ERROR, error=text) for name in self._clients])
+            for name in tuple(self._clients):
+                self._refuse(name, text, "dead")
         _logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _worker_died(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hardpoint.engine.core import ERROR_CODE
 from hardpoint.engine.input_processor import ProcessedRequest
 from hardpoint.engine.output_state import MAX_UNREAD_LOGPROBS, LogprobTexts, RequestState, SequenceState
-from hardpoint.errors import EngineNotReadyError, HardpointError, InvalidRequestError, OverloadedError
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, HardpointError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, FinishReason, OutputKind
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ __all__ = ["OutputProcessor", "StatEvent"]
 
 _logger = logging.getLogger("hardpoint.engine")
 _REFUSALS: dict[str, type[HardpointError]] = {
+    "dead": EngineDeadError,
     "overloaded": OverloadedError,
     "not_ready": EngineNotReadyError,
     "invalid": InvalidRequestError,
