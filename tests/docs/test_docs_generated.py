@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from generate_docs import PAGES, configuration, plugin_kinds, stale_pages
-from hardpoint.config import AppConfig, EngineConfig, ServerConfig
+from generate_docs import PAGES, configuration, options_models, plugin_kinds, plugin_options, stale_pages
+from hardpoint.config import AppConfig, EngineConfig, ServerConfig, add_arguments, load_config
 from hardpoint.plugins import KINDS
 from workspace import ROOT, distributions
 
@@ -50,3 +52,28 @@ def test_every_kind_with_an_interface_names_its_module() -> None:
     for kind, spec in KINDS.items():
         if spec.required:
             assert "with its first plugin" not in rows[kind], kind
+
+
+def test_every_option_of_every_plugin_is_listed_and_described() -> None:
+    text = plugin_options()
+    found = {f"{kind}.{name}": model for kind, name, model in options_models()}
+    assert {"endpoint.openai", "stat_logger.prometheus", "executor.multiproc", "worker.torch", "platform.cpu"} <= set(
+        found
+    )
+    for title, model in found.items():
+        section = text.partition(f"## `{title}`\n")[2].partition("\n## ")[0]
+        for field, info in model.model_fields.items():
+            assert f"| `{field}` |" in section
+            assert info.description, f"{title}.{field} has no description"
+    assert "<class" not in text
+    assert "Undefined" not in text
+
+
+def test_flags_that_take_commas_are_marked() -> None:
+    rows = {line.split("`")[1]: line for line in configuration().splitlines() if line.startswith("| `")}
+    arguments = ["smollm2", "--endpoints", "a,b", "--allowed-hosts", "a,b", "--api-key", "secret,key"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, with_server=True)
+    server = load_config(parser.parse_args(arguments), {}).server
+    for field in ("endpoints", "allowed_hosts", "api_key"):
+        assert ("with commas" in rows[field]) == (len(getattr(server, field)) == 2)

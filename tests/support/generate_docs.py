@@ -6,6 +6,7 @@ python tests/support/generate_docs.py --write   write them
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,13 +17,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
+from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins import KINDS, KindSpec, Trust
 from workspace import ROOT, core, plugin_distributions
 
-__all__ = ["PAGES", "configuration", "plugin_kinds", "stale_pages"]
+__all__ = ["PAGES", "configuration", "options_models", "plugin_kinds", "plugin_options", "stale_pages"]
 
 _NOTE = "<!-- Written by tests/support/generate_docs.py; change the code it reads, then run it with --write. -->"
 _ENGINE_SECTIONS = tuple(EngineConfig.model_fields)
+_COMMA_LISTS = ("endpoints", "allowed_hosts")
 _PLUGIN_FLAGS: Mapping[str, tuple[str, str]] = {
     "allow": ("`--plugins NAMES`", "`HARDPOINT_PLUGINS`"),
     "pins": ("`--pin KIND:NAME=DIST`, repeatable", "–"),
@@ -95,7 +98,9 @@ def _flag(field: str, info: FieldInfo) -> str:
     option = "--" + field.replace("_", "-")
     if _type(info).startswith("switch"):
         return f"`{option}`, `--no-{option[2:]}`"
-    return f"`{option}`, repeatable" if "list" in _type(info) else f"`{option}`"
+    if "list" not in _type(info):
+        return f"`{option}`"
+    return f"`{option}`, repeatable" + (" or with commas" if field in _COMMA_LISTS else "")
 
 
 def _table(
@@ -137,9 +142,9 @@ the default. In Python the engine's settings are keyword arguments: `LLM("smollm
 and values out of range stop the start, with one message that lists them all.
 
 Values: a *count* may be written `8k` or `2m` (thousands, millions); a *size* `512MiB`, `4GB` or plain bytes; a
-*list* is a YAML list, a repeated flag, or a comma-separated environment variable; a *switch* in the environment is
-one of 1, true, yes, on, 0, false, no, off. "–" is unset. Where it says that the platform decides, the start of the
-log tells what was decided.
+*list* is a YAML list, a repeated flag, or a comma-separated environment variable (the flags `--endpoints` and
+`--allowed-hosts` take commas too, `--api-key` does not); a *switch* in the environment is one of 1, true, yes, on, 0,
+false, no, off. "–" is unset. Where it says that the platform decides, the start of the log tells what was decided.
 """
 
 _PLUGIN_OPTIONS = """
@@ -159,7 +164,8 @@ plugins:
       keepalive_s: 5
 ```
 
-The plugin's options model decides what is allowed; an unknown key is an error that names the nearest known one.
+The plugin's options model decides what is allowed; an unknown key is an error that names the nearest known one. Those
+of the built-in plugins: [Options](plugin-options.md).
 """
 
 
@@ -216,9 +222,54 @@ See [Plugins](../concepts/plugins.md) for how they are chosen and [Write a plugi
 how to make one.
 """
 
+
+def options_models() -> Iterator[tuple[str, str, type[BaseModel]]]:
+    """Kind, name and options model of every plugin of this repository that has options."""
+    for spec in KINDS.values():
+        for dist in plugin_distributions():
+            for name, target in sorted(dist.entry_points.get(spec.group, {}).items()):
+                module, _, attribute = target.partition(":")
+                declared = declaration_of(getattr(importlib.import_module(module), attribute))
+                if declared is not None and declared.options.model_fields:
+                    yield spec.name, name, declared.options
+
+
+def _option_value(info: FieldInfo) -> str:
+    if get_origin(info.annotation) is dict:
+        return "mapping of texts"
+    return _type(info)
+
+
+def _option_default(info: FieldInfo) -> str:
+    if info.default_factory is not None:
+        return "–"
+    if isinstance(info.default, tuple) and info.default:
+        return ", ".join(f"`{part}`" for part in info.default)
+    return _default(info)
+
+
+def plugin_options() -> str:
+    """``docs/reference/plugin-options.md`` from the options models of the plugins of this repository."""
+    parts = [_NOTE, "# Options of the built-in plugins", _OPTIONS_TEXT.strip()]
+    for kind, name, model in options_models():
+        lines = ["| option | value | default | meaning |", "|---|---|---|---|"]
+        for field, info in model.model_fields.items():
+            cells = (f"`{field}`", _option_value(info), _option_default(info), info.description or "")
+            lines.append(f"| {' | '.join(cells)} |")
+        parts += [f"## `{kind}.{name}`", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+_OPTIONS_TEXT = """
+Set them with `--plugin kind.name.key=value`, or in a file under `plugins.<kind>.<name>`; lists and mappings are written
+as in YAML: `--plugin 'endpoint.openai.template_arguments=[enable_thinking]'`. Plugins that are not listed here have no
+options. What holds for the whole engine or server is a [setting](configuration.md) instead.
+"""
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration,
     "docs/reference/plugin-kinds.md": plugin_kinds,
+    "docs/reference/plugin-options.md": plugin_options,
 }
 
 

@@ -35,21 +35,23 @@ _AUTO = (None, "auto")
 
 
 class CpuOptions(BaseModel):
-    """Defaults the platform fills in where the user set nothing.
-
-    The cache takes ``kv_cache_fraction`` of the memory that is free at start, at most ``kv_cache_max_bytes``.
-    ``spin_count`` is how long OpenMP threads poll for work before they sleep, in polls.
-    """
+    """Options under ``plugins.platform.cpu``: mostly what the platform fills in where the user set nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kv_cache_fraction: float = Field(default=0.4, gt=0, le=1)
-    kv_cache_max_bytes: int = Field(default=4 << 30, gt=0)
-    block_size: int = Field(default=16, gt=0)
-    max_num_seqs: int = Field(default=128, gt=0)
-    max_num_batched_tokens: int = Field(default=512, gt=0)
-    attention_backends: tuple[str, ...] = ("torch_reference",)
-    spin_count: int = Field(default=1000, ge=0)
+    kv_cache_fraction: float = Field(
+        default=0.4, gt=0, le=1, description="share of the memory free at start that the KV cache takes"
+    )
+    kv_cache_max_bytes: int = Field(default=4 << 30, gt=0, description="most bytes the KV cache takes by itself")
+    block_size: int = Field(default=16, gt=0, description="tokens per KV block where `cache.block_size` is unset")
+    max_num_seqs: int = Field(default=128, gt=0, description="where `scheduler.max_num_seqs` is unset")
+    max_num_batched_tokens: int = Field(
+        default=512, gt=0, description="where `scheduler.max_num_batched_tokens` is unset"
+    )
+    attention_backends: tuple[str, ...] = Field(
+        default=("torch_reference",), description="`attention_backend` plugins to choose from, the best first"
+    )
+    spin_count: int = Field(default=1000, ge=0, description="polls of an OpenMP thread for work before it sleeps")
 
 
 def probe() -> ProbeResult:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError, WorkerError
 from hardpoint.interfaces import (
@@ -33,11 +33,15 @@ _GRACE_AFTER_FAILURE_S = 1.0
 
 
 class MultiprocOptions(BaseModel):
-    """``start_timeout_s``: seconds in which every worker process must have built its worker (weights come later)."""
+    """Options under ``plugins.executor.multiproc``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    start_timeout_s: PositiveFloat = 120.0
+    start_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="seconds in which every worker process must have built its worker, weights not yet",
+    )
 
 
 @plugin("executor", options=MultiprocOptions)

@@ -33,17 +33,19 @@ __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
 
 
 class TorchWorkerOptions(BaseModel):
-    """``logits_processors`` are the ``logits_processor`` plugins to run, in this order.
-
-    ``warm_up_tokens`` is the length of the made-up prompt that is computed before the first request.
-    ``check_logits_processors`` stops the step when one that declares itself argmax-invariant is not.
-    """
+    """Options under ``plugins.worker.torch``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    logits_processors: tuple[str, ...] = ()
-    warm_up_tokens: int = Field(default=64, ge=1)
-    check_logits_processors: bool = False
+    logits_processors: tuple[str, ...] = Field(
+        default=(), description="`logits_processor` plugins to run, in this order"
+    )
+    warm_up_tokens: int = Field(
+        default=64, ge=1, description="tokens of the made-up prompt that is computed before the first request"
+    )
+    check_logits_processors: bool = Field(
+        default=False, description="stop the step when a processor that declares itself argmax-invariant is not"
+    )
 
 
 class TorchWorker(Worker):
@@ -209,5 +211,11 @@ def refuse_row(row: NewRow) -> str | None:
 
 @plugin("worker", options=TorchWorkerOptions)
 def create(ctx: WorkerContext, options: TorchWorkerOptions) -> Worker:
-    """Entry point ``hardpoint.worker.v1`` ``torch``."""
+    """Entry point ``hardpoint.worker.v1`` ``torch``. Raises ``ConfigError`` for ranks that divide nothing."""
+    parallel = ctx.config.parallel if ctx.config is not None else None
+    if parallel is not None and parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+        raise ConfigError(
+            f"{parallel.world_size} ranks were asked for, but nothing divides the model among them: each would compute "
+            "all of it; set --world-size 1"
+        )
     return TorchWorker(ctx, options)

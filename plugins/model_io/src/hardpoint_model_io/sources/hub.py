@@ -22,12 +22,14 @@ DEFAULT_REVISION = "main"
 
 
 class HubOptions(BaseModel):
-    """``timeout_s`` bounds the first contact; downloads themselves may take long. ``cache_dir``: other than HF's."""
+    """Options under ``plugins.model_source.hub``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    timeout_s: float = Field(default=5.0, gt=0, le=60)
-    cache_dir: str | None = None
+    timeout_s: float = Field(
+        default=5.0, gt=0, le=60, description="seconds for the first contact; downloads themselves may take long"
+    )
+    cache_dir: str | None = Field(default=None, description="folder for downloads, other than `HF_HOME` says")
 
 
 class HubUnreachableError(Exception):

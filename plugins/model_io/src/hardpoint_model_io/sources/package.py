@@ -20,11 +20,13 @@ PREFIX = "package:"
 
 
 class PackageOptions(BaseModel):
-    """``names`` maps short model names to distributions and replaces entries of the built-in table."""
+    """Options under ``plugins.model_source.package``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    names: dict[str, str] = Field(default_factory=dict)
+    names: dict[str, str] = Field(
+        default_factory=dict, description="short model names and their distributions; goes before the built-in table"
+    )
     cache_dir: str | None = Field(default=None, description="where models shipped in parts are joined")
 
 

@@ -33,12 +33,12 @@ _SUPPORTED: Mapping[str, tuple[bool, bool]] = {
 
 
 class DummyOptions(BaseModel):
-    """``seed`` and tensor name determine every value; ``scale`` is the standard deviation of matrices."""
+    """Options under ``plugins.weight_loader.dummy``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(default=0, ge=0)
-    scale: float = Field(default=0.02, gt=0)
+    seed: int = Field(default=0, ge=0, description="determines every value, together with the tensor's name")
+    scale: float = Field(default=0.02, gt=0, description="standard deviation of matrices")
 
 
 class DummyWeightLoader(WeightLoader):
