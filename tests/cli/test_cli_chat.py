@@ -48,6 +48,12 @@ def test_quit_and_the_end_of_input_both_leave(hardpoint: CommandLine, speaker: P
     assert answers(chat(hardpoint, speaker)) == []
 
 
+def test_an_unknown_command_is_explained_and_never_reaches_the_model(hardpoint: CommandLine, speaker: Path) -> None:
+    done = chat(hardpoint, speaker, "/help", "hello", "/quit now", "never read")
+    assert len(answers(done)) == 1
+    assert "unknown command /help. Type a message." in done.err
+
+
 def test_empty_lines_are_no_turns(hardpoint: CommandLine, speaker: Path) -> None:
     assert len(answers(chat(hardpoint, speaker, "", "   ", "Hello", ""))) == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_support import CommandLine
+from cli_support import CommandLine, run_process
 
 COMMANDS = ["bench", "chat", "generate", "plugins", "serve"]
 
@@ -19,13 +19,27 @@ def test_the_version_is_that_of_the_distribution(hardpoint: CommandLine, flag: s
     assert hardpoint(flag).out == f"hardpoint {version('hardpoint-core')}\n"
 
 
+@pytest.mark.parametrize(("level", "told"), [(None, False), ("DEBUG", True)])
+def test_the_story_before_a_result_is_told_when_asked_for(tiny: Path, level: str | None, told: bool) -> None:
+    flags = ["--log-level", level] if level else []
+    done = run_process("generate", tiny, "--prompt", "hello", "--max-tokens", 2, *flags)
+    assert done.status == 0
+    assert ("hardpoint.launch: plugin platform:cpu" in done.err) is told
+
+
+def test_ranks_that_divide_nothing_are_refused(hardpoint: CommandLine, tiny: Path) -> None:
+    done = hardpoint("generate", tiny, "--prompt", "hello", "--world-size", 2)
+    assert done.status == 1
+    assert "each would compute all of it; set --world-size 1" in done.err
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_command_and_where_it_comes_from(hardpoint: CommandLine, flag: str) -> None:
     done = hardpoint(flag)
     assert done.status == 0
     listed = [line.split()[0] for line in done.out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()]
     assert sorted(listed) == COMMANDS
-    assert "(from hardpoint-terminal)" in done.out
+    assert "(hardpoint-terminal)" in done.out
 
 
 def test_without_a_command_help_is_shown_and_the_status_says_usage(hardpoint: CommandLine) -> None:

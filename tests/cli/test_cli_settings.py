@@ -65,6 +65,8 @@ def test_without_a_model_the_message_says_where_to_name_one(hardpoint: CommandLi
         ("model: {tiny}\ncache:\n  blocksize: 8\n", ["blocksize", "did you mean 'block_size'"]),
         ("model: {tiny}\nserver:\n  prot: 1\n", ["prot", "did you mean 'port'"]),
         ("model: {tiny}\nzzz: 1\n", ["zzz"]),
+        ("model: {tiny}\nport: 8123\n", ["'port'", "did you mean 'server.port'"]),
+        ("model: {tiny}\nmax_num_seqs: 8\n", ["did you mean 'scheduler.max_num_seqs'"]),
         ("model: {tiny}\ncache:\n  block_size: -4\n", ["block_size", "-4"]),
         ("model: {tiny}\ncache: 5\n", ["cache", "5"]),
         ("model: {tiny}\nplugins:\n  shceduler: {{fcfs: {{x: 1}}}}\n", ["shceduler", "did you mean 'scheduler'"]),

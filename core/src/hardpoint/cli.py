@@ -80,11 +80,18 @@ def _plugin_commands() -> dict[str, str]:
     return {plugin.name: plugin.distribution for plugin in sorted(found, key=lambda plugin: plugin.name)}
 
 
+def _summary(distribution: str) -> str:
+    from importlib.metadata import metadata
+
+    return f"{metadata(distribution)['Summary']} ({distribution})"
+
+
 def _run_plugin_command(name: str, rest: list[str]) -> int:
     names = _plugin_commands()
     if name not in names:
         print(f"hardpoint: {_unknown_command(name, (*_COMMANDS, *names))}", file=sys.stderr)
         return _USAGE
+    from hardpoint.logging import LEVEL_VARIABLE, configure_logging
     from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
     from hardpoint.roles import ProcessRole
 
@@ -94,7 +101,11 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
     command = runtime.create("cli_command", name, runtime.context("cli_command", name))
     parser = argparse.ArgumentParser(prog=f"hardpoint {name}", description=command.help)
     command.add_arguments(parser)
-    return int(command.run(parser.parse_args(rest)))
+    parsed = parser.parse_args(rest)
+    level = getattr(parsed, "setting::log_level", None) or os.environ.get(LEVEL_VARIABLE)
+    # What such a command prints is its result: the story before it is told when asked for.
+    configure_logging(name, level or "WARNING")
+    return int(command.run(parsed))
 
 
 def _unknown_command(name: str, known: Sequence[str]) -> str:
@@ -108,7 +119,7 @@ def _unknown_command(name: str, known: Sequence[str]) -> str:
 def _overview() -> str:
     lines = ["usage: hardpoint COMMAND [options]", "", "A plugin-first inference platform.", "", "commands:"]
     lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    lines += [f"  {name:<10} (from {distribution})" for name, distribution in _plugin_commands().items()]
+    lines += [f"  {name:<10} {_summary(distribution)}" for name, distribution in _plugin_commands().items()]
     lines += ["", "options:", "  -h, --help     show this help", "  -V, --version  show the version"]
     lines += ["", "`hardpoint COMMAND --help` shows a command's options."]
     return "\n".join(lines)

@@ -120,8 +120,12 @@ def prepare(
     loader, info = _describe_model(runtime, engine, artifact)
     tokenizer = _find_tokenizer(runtime, artifact)
     settings = _settle(runtime, engine, info)
+    _logger.info("model %s: %s, %s, read by %s", artifact.name, info.architecture, artifact.root, loader)
     plan = msgspec.structs.replace(_final_plan(runtime.plan, settings, loader), tasks=info.tasks)
     runtime.plan = plan
+    for planned in plan.plugins:
+        if planned.active:
+            _logger.debug("plugin %s: %s", planned.label, planned.reason)
     limits = _limits(engine, settings, info)
     spec = EngineSpec(
         model_name=name,

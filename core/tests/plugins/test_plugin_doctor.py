@@ -107,7 +107,7 @@ def test_the_report_is_stable_json(site: Site) -> None:
 
 def test_text_has_color_only_where_asked(site: Site) -> None:
     complete(site)
-    site.install("acme-c", {"scheduler:second": "a:b"})
+    site.install("acme-c", {"scheduler:second": "acme_c:b"}, modules={"acme_c": ""})
     report = examine(site, choices={"scheduler": "second"}, options={"scheduler": {"second": {"window": 1}}})
     plain, colored = render(report), render(report, color=True)
     assert "\x1b[" not in plain
@@ -144,7 +144,11 @@ def test_the_commands_report_by_exit_status(only_site: Site, capsys: pytest.Capt
     complete(only_site)
     assert run(only_site, "doctor") == 1
     assert "no endpoint plugin 'openai'" in capsys.readouterr().out, "what a server opens by default is looked for"
-    only_site.install("acme-http", {"endpoint:openai": "a:b", "endpoint:ops": "a:c"})
+    http = {"endpoint:openai": "acme_http:b", "endpoint:ops": "acme_http:c"}
+    only_site.install("acme-http", http)
+    assert run(only_site, "doctor") == 1
+    assert "its module 'acme_http' is not there" in capsys.readouterr().out
+    only_site.write_module("acme_http", "")
     assert run(only_site, "doctor") == 0
     assert "no problems found" in capsys.readouterr().out
     assert run(only_site, "doctor", "--plugins", "nobody") == 1

@@ -106,6 +106,13 @@ def test_a_named_platform_must_be_available(site: Site) -> None:
         select(site, "gpx")
 
 
+def test_a_list_without_platforms_is_named_as_the_reason(site: Site) -> None:
+    install(site, "host", "AVAILABLE", fallback=True)
+    with pytest.raises(PluginNotFoundError, match=r"HARDPOINT_PLUGINS admits no platform \(installed: host\)"):
+        select(site, allow=())
+    assert select(site, "host", allow=()).name == "host"
+
+
 def test_naming_one_leaves_the_others_unimported(site: Site) -> None:
     install(site, "gpu", "BROKEN")
     install(site, "host", "AVAILABLE", fallback=True)

@@ -32,7 +32,8 @@ def from_validation(error: ValidationError, root: type[BaseModel]) -> ConfigErro
         shown = location[2:] if location[:1] == (_ENGINES,) and len(location) > 2 else location
         path = ".".join(str(part) for part in shown) or "configuration"
         if fault["type"] == "extra_forbidden":
-            faults.append(f"unknown setting {path!r}{_nearest(str(location[-1]), _siblings(root, location))}")
+            hint = _misplaced(root, location) or _nearest(str(location[-1]), _siblings(root, location))
+            faults.append(f"unknown setting {path!r}{hint}")
         else:
             given = "" if "api_key" in path else f" (given: {fault['input']!r})"
             faults.append(f"{path}: {fault['msg']}{given}")
@@ -47,6 +48,17 @@ def one_line(error: Exception) -> str:
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
     return did_you_mean(key, names) or f"; known settings: {', '.join(names)}"
+
+
+def _misplaced(root: type[BaseModel], location: Sequence[int | str]) -> str:
+    """Where a setting at the top of the file belongs, if a section has one of that name."""
+    if len(location) != 1:
+        return ""
+    engine = get_args(root.model_fields[_ENGINES].annotation)[-1] if _ENGINES in root.model_fields else root
+    for section, info in {**engine.model_fields, **root.model_fields}.items():
+        if location[0] in getattr(info.annotation, "model_fields", ()):
+            return f"; did you mean '{section}.{location[0]}'?"
+    return ""
 
 
 def _siblings(root: type[BaseModel], location: Sequence[int | str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 
 import msgspec
 
@@ -10,7 +12,7 @@ from hardpoint.errors import PluginError
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.kinds import KINDS, no_candidate
 from hardpoint.plugins.manifest import load_manifest
-from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
 from hardpoint.plugins.resolve import resolve_plan
 from hardpoint.plugins.selection import PluginSelection
@@ -70,6 +72,10 @@ def diagnose(
     for spec in KINDS.values():
         if spec.required and not plan.of(spec.name):
             problems.append(no_candidate(spec.name))
+    if probe:
+        problems += [
+            fault for planned in plan.plugins if planned.active and (fault := _absent_module(planned, search_path))
+        ]
     problems += [double.fault for double in discovery.shadowed if double.same_folder]
     warnings = [notice for notice in plan.notices if notice not in problems]
     warnings += [double.fault for double in discovery.shadowed if not double.same_folder]
@@ -104,6 +110,22 @@ def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> dict[
     except PluginError as error:
         problems.append(str(error))
     return {p.name: ProbeReport(p.result.status, p.result.reason, dict(p.result.details)) for p in probes}
+
+
+def _absent_module(planned: PlannedPlugin, search_path: Iterable[str] | None) -> str:
+    """The fault of a plugin whose code is not there, found without importing it."""
+    package = planned.entry_point.partition(":")[0].partition(".")[0]
+    try:
+        here = (
+            importlib.util.find_spec(package)
+            if search_path is None
+            else PathFinder.find_spec(package, list(search_path))
+        )
+    except (ImportError, ValueError):
+        here = None
+    if here is not None:
+        return ""
+    return f"{planned.label}: its module {package!r} is not there; install the distribution again"
 
 
 def _has_manifest(plugin: DiscoveredPlugin, problems: list[str]) -> bool:

@@ -10,6 +10,7 @@ from hardpoint.plugins.kinds import no_candidate
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.records import Discovery
 from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import ALLOW_VARIABLE
 from hardpoint.roles import ProcessRole
 
 __all__ = ["FALLBACK_CAPABILITY", "PlatformChoice", "PlatformProbe", "judge", "probe_platforms", "select_platform"]
@@ -49,7 +50,9 @@ def select_platform(
     runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=installed)
     names = runtime.candidates("platform") if requested is None else (requested,)
     probes = probe_platforms(runtime, names)
-    return PlatformChoice(judge(probes, requested), [(probe.name, probe.result) for probe in probes])
+    return PlatformChoice(
+        judge(probes, requested, runtime.names("platform")), [(probe.name, probe.result) for probe in probes]
+    )
 
 
 def probe_platforms(runtime: PluginRuntime, names: tuple[str, ...]) -> list[PlatformProbe]:
@@ -73,14 +76,20 @@ def _probe(runtime: PluginRuntime, name: str) -> PlatformProbe:
     return PlatformProbe(name, result, fallback)
 
 
-def judge(probes: list[PlatformProbe], requested: str | None = None) -> str:
-    """The name to use, given the answers. Raises as :func:`select_platform` does."""
+def judge(probes: list[PlatformProbe], requested: str | None = None, unlisted: tuple[str, ...] = ()) -> str:
+    """The name to use, given the answers; ``unlisted`` platforms were not asked, since no list admits them.
+
+    Raises as :func:`select_platform` does.
+    """
     for probe in probes:
         if probe.name == requested and probe.result.status is not ProbeStatus.AVAILABLE:
             fault = f"platform {requested!r} was asked for but is {probe.result.status}: {probe.result.reason}"
             raise PluginLoadError(fault)
     if requested is not None:
         return requested
+    if not probes and unlisted:
+        advice = f"list one of them there or name it with {_SETTING}"
+        raise PluginNotFoundError(f"{ALLOW_VARIABLE} admits no platform (installed: {', '.join(unlisted)}); {advice}")
     if not probes:
         raise PluginNotFoundError(no_candidate("platform"))
     findings = "; ".join(f"{probe.name}: {probe.result.status}, {probe.result.reason}" for probe in probes)

@@ -34,7 +34,7 @@ def _lines(report: DoctorReport, color: bool, verbose: bool) -> Iterator[str]:
     for title, texts in (("warning", report.warnings), ("problem", report.problems)):
         yield from (f"{paint(title, title)}: {text}" for text in texts)
     if verbose and not report.problems:
-        yield "no problems found"
+        yield "no problems found (only platforms were imported and asked)"
 
 
 def _details(row: PluginReport) -> Iterator[str]:

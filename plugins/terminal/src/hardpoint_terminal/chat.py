@@ -40,6 +40,8 @@ class ChatCommand(CliCommand):
                 if line == "/reset":
                     messages = list(start)
                     print("(new conversation)", file=sys.stderr)
+                elif line.startswith("/"):
+                    print(f"unknown command {line.split()[0]}. {_HELP}", file=sys.stderr)
                 elif line:
                     messages = self._turn(llm, messages, line, params)
         return 0
@@ -72,7 +74,8 @@ def _lines() -> Iterator[str]:
             return
         if not interactive and not line:
             return
-        yield line.strip()
+        line = line.strip()
+        yield line.split()[0] if line.startswith("/") else line
 
 
 @plugin("cli_command")
