@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
-from hardpoint.interfaces import Tokenizer
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hardpoint.interfaces import ModelArtifact, ModelSource, Tokenizer, WeightLoader
+from hardpoint.testing.model_source_suite import HOSTILE_NAMES, ModelSourceSuite
 from hardpoint.testing.tokenizer_suite import TokenizerSuite
+from hardpoint.testing.weight_loader_suite import WeightLoaderSuite
+from hardpoint_model_io.sources.local import LocalSource
 from hardpoint_model_io.sources.package import PackageSource
 from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
+from hardpoint_model_io.weights.dummy import DummyOptions, DummyWeightLoader
+from hardpoint_model_io.weights.gguf import GgufWeightLoader
+from hardpoint_model_io.weights.safetensors import SafetensorsWeightLoader
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "float32",
+}
+TENSORS = {"model.norm.weight": np.ones(32, np.float32), "x": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+
+def write_folder(folder: Path) -> ModelArtifact:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(TENSORS, folder / "model.safetensors")
+    files = tuple(sorted(path.name for path in folder.iterdir()))
+    return ModelArtifact(name="tiny", root=str(folder), files=files, source="test")
 
 
 class TestGgufTokenizer(TokenizerSuite):
@@ -13,3 +52,62 @@ class TestGgufTokenizer(TokenizerSuite):
         artifact = PackageSource().resolve("smollm2", None)
         assert artifact is not None
         return GgufTokenizerProvider().load(artifact)
+
+
+class TestLocalSource(ModelSourceSuite):
+    missing_names: ClassVar[tuple[str, ...]] = ("/no/such/model", "./missing.gguf")
+    # Any file that its user may read is a model's path; whether it holds one, the loaders say.
+    hostile_names: ClassVar[tuple[str, ...]] = tuple(name for name in HOSTILE_NAMES if "passwd" not in name)
+
+    def create_source(self) -> ModelSource:
+        return LocalSource()
+
+    def create_name(self, folder: Path) -> str:
+        write_folder(folder)
+        return str(folder)
+
+
+class TestPackageSource(ModelSourceSuite):
+    missing_names: ClassVar[tuple[str, ...]] = ("package:no-such-distribution",)
+
+    def create_source(self) -> ModelSource:
+        return PackageSource()
+
+    def create_name(self, folder: Path) -> str:
+        return "smollm2"
+
+
+class TestSafetensors(WeightLoaderSuite):
+    def create_loader(self, packed: bool) -> WeightLoader:
+        return SafetensorsWeightLoader()
+
+    def create_artifact(self, folder: Path) -> ModelArtifact:
+        return write_folder(folder)
+
+    def expected_tensors(self) -> Mapping[str, np.ndarray]:
+        return TENSORS
+
+
+class TestGguf(WeightLoaderSuite):
+    num_flips: ClassVar[int] = 30
+
+    @pytest.fixture
+    def artifact(self, gguf_file: Callable[..., Path], as_artifact: Callable[[Path], ModelArtifact]) -> ModelArtifact:
+        return as_artifact(gguf_file())
+
+    def create_loader(self, packed: bool) -> WeightLoader:
+        return GgufWeightLoader(packed)
+
+    def create_artifact(self, folder: Path) -> ModelArtifact:
+        raise TypeError("the fixture 'artifact' writes the file")
+
+
+class TestDummy(WeightLoaderSuite):
+    automatic: ClassVar[bool] = False
+    checks_files: ClassVar[bool] = False
+
+    def create_loader(self, packed: bool) -> WeightLoader:
+        return DummyWeightLoader(DummyOptions())
+
+    def create_artifact(self, folder: Path) -> ModelArtifact:
+        return write_folder(folder)
