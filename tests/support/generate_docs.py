@@ -129,7 +129,7 @@ def configuration() -> str:
         parts += [f"## `{section}`", (model.__doc__ or "").strip(), _table(model, _common)]
     server = _section_model(AppConfig, "server")
     parts += ["## `server`", (server.__doc__ or "").strip() + " `hardpoint serve` only.", _table(server, _common)]
-    parts += ["## Logging", "At the top level of a file.", _table(AppConfig, _common, ("log_level", "log_interval_s"))]
+    parts += ["## Logging", _LOGGING_TEXT.strip(), _table(AppConfig, _common, ("log_level", "log_interval_s"))]
     policy = _table(PluginPolicy, lambda field, _: _PLUGIN_FLAGS[field])
     parts += ["## `plugin_policy`", (PluginPolicy.__doc__ or "").strip(), policy, _PLUGIN_OPTIONS.strip()]
     return "\n\n".join(parts) + "\n"
@@ -145,6 +145,11 @@ Values: a *count* may be written `8k` or `2m` (thousands, millions); a *size* `5
 *list* is a YAML list, a repeated flag, or a comma-separated environment variable (the flags `--endpoints` and
 `--allowed-hosts` take commas too, `--api-key` does not); a *switch* in the environment is one of 1, true, yes, on, 0,
 false, no, off. "–" is unset. Where it says that the platform decides, the start of the log tells what was decided.
+"""
+
+_LOGGING_TEXT = """
+At the top level of a file. Logs go to standard error. `log_level` in a file and the default below are those of `serve`;
+the other commands log from WARNING on, unless the flag or the variable says otherwise.
 """
 
 _PLUGIN_OPTIONS = """
