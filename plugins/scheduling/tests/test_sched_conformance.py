@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hardpoint.interfaces import NoOptions, Scheduler, SchedulerContext
+from hardpoint.interfaces import (
+    HashContext,
+    HashFunction,
+    KVLayout,
+    NoOptions,
+    Scheduler,
+    SchedulerContext,
+)
+from hardpoint.testing.hash_suite import HashSuite
+from hardpoint.testing.kv_layout_suite import KVLayoutSuite
 from hardpoint.testing.scheduler_suite import SchedulerSuite
+from hardpoint_scheduling.kv_cache.hashing import create_sha256
+from hardpoint_scheduling.kv_cache.layouts import LayerOutermostLayout
 from hardpoint_scheduling.schedulers.fcfs import create as create_fcfs
 
 
@@ -17,3 +28,15 @@ class TestFcfs(SchedulerSuite):
 
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
         return create_fcfs(ctx, NoOptions())
+
+
+class TestSha256(HashSuite):
+    entry: ClassVar[str | None] = "hardpoint_scheduling.kv_cache.hashing:create_sha256"
+
+    def create_hash(self, ctx: HashContext) -> HashFunction:
+        return create_sha256(ctx, NoOptions())
+
+
+class TestLayerOutermost(KVLayoutSuite):
+    def create_layout(self) -> KVLayout:
+        return LayerOutermostLayout()
