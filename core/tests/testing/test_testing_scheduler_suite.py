@@ -147,6 +147,22 @@ def test_a_mutant_fails(mutant: type[FakeScheduler]) -> None:
     assert MUTANTS[mutant] in run_suite(make_suite(mutant)).failed
 
 
+DECLARED = {
+    "preempts": "test_preemption_changes_no_token",
+    "caches_prefixes": "test_prefixes_are_shared",
+    "deadlines": "test_a_passed_deadline_aborts",
+    "unchunked": "test_without_chunking_a_prompt_is_computed_at_once",
+    "row_failures": "test_a_failed_row_ends_its_request_only",
+}
+
+
+@pytest.mark.parametrize("capability", DECLARED)
+def test_a_capability_that_is_only_declared_fails(capability: str) -> None:
+    suite = make_suite(FakeScheduler)
+    setattr(suite, capability, True)
+    assert DECLARED[capability] in run_suite(suite, only=DECLARED[capability]).failed
+
+
 def test_what_is_not_declared_is_skipped_with_the_reason() -> None:
     outcome = run_suite(make_suite(FakeScheduler))
     assert not outcome.failed

@@ -102,7 +102,10 @@ class AcceptsAll(LineLoader):
 
 class LeavesTheRoot(LineLoader):
     def path(self, artifact: ModelArtifact) -> Path:
-        return Path(artifact.root) / artifact.files[0]
+        path = Path(artifact.root) / artifact.files[0]
+        if not path.is_file():
+            raise ModelFormatError(f"{path} is not a regular file")
+        return path
 
 
 class BelievesTheHeader(LineLoader):
