@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -10,14 +11,18 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from hardpoint.interfaces import ModelArtifact, ModelSource, Tokenizer, WeightLoader
 from hardpoint.testing.model_source_suite import HOSTILE_NAMES, ModelSourceSuite
 from hardpoint.testing.tokenizer_suite import TokenizerSuite
 from hardpoint.testing.weight_loader_suite import WeightLoaderSuite
+from hardpoint_model_io.sources.hub import HubRevision, HubSource, HubUnreachableError
 from hardpoint_model_io.sources.local import LocalSource
 from hardpoint_model_io.sources.package import PackageSource
 from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
+from hardpoint_model_io.tokenizers.hf import HuggingFaceTokenizerProvider
 from hardpoint_model_io.weights.dummy import DummyOptions, DummyWeightLoader
 from hardpoint_model_io.weights.gguf import GgufWeightLoader
 from hardpoint_model_io.weights.safetensors import SafetensorsWeightLoader
@@ -54,6 +59,19 @@ class TestGgufTokenizer(TokenizerSuite):
         return GgufTokenizerProvider().load(artifact)
 
 
+class TestHuggingFaceTokenizer(TokenizerSuite):
+    def create_tokenizer(self) -> Tokenizer:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Backend(models.BPE(vocab={text: number for number, text in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+        with tempfile.TemporaryDirectory() as folder:
+            backend.save(f"{folder}/tokenizer.json")
+            artifact = ModelArtifact(name="t", root=folder, files=("tokenizer.json",), source="test")
+            return HuggingFaceTokenizerProvider().load(artifact)
+
+
 class TestLocalSource(ModelSourceSuite):
     missing_names: ClassVar[tuple[str, ...]] = ("/no/such/model", "./missing.gguf")
     # Any file that its user may read is a model's path; whether it holds one, the loaders say.
@@ -65,6 +83,43 @@ class TestLocalSource(ModelSourceSuite):
     def create_name(self, folder: Path) -> str:
         write_folder(folder)
         return str(folder)
+
+
+class CacheOnly:
+    """A hub that cannot be reached, and a cache with one model in it."""
+
+    def __init__(self, snapshots: Mapping[tuple[str, str], str]) -> None:
+        self.snapshots = snapshots
+
+    def is_offline(self) -> bool:
+        return False
+
+    def lookup(self, repo_id: str, revision: str) -> HubRevision:
+        raise HubUnreachableError("no network")
+
+    def fetch(self, repo_id: str, file: str, commit: str) -> str:
+        raise HubUnreachableError("no network")
+
+    def cached_snapshot(self, repo_id: str, revision: str) -> str | None:
+        return self.snapshots.get((repo_id, revision))
+
+
+class TestHubSource(ModelSourceSuite):
+    missing_names: ClassVar[tuple[str, ...]] = ("org/missing",)
+
+    @pytest.fixture(autouse=True)
+    def snapshots(self) -> None:
+        self.found: dict[tuple[str, str], str] = {}
+
+    def create_source(self) -> ModelSource:
+        return HubSource(lambda: CacheOnly(self.found))
+
+    def create_name(self, folder: Path) -> str:
+        snapshot = folder / ("c" * 40)
+        snapshot.mkdir()
+        write_folder(snapshot)
+        self.found["org/model", "main"] = str(snapshot)
+        return "org/model"
 
 
 class TestPackageSource(ModelSourceSuite):
