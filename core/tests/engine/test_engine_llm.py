@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -199,3 +203,62 @@ def test_the_package_exports_its_front_ends_lazily() -> None:
     assert hardpoint.LLM is LLM
     with pytest.raises(AttributeError, match="LMM"):
         hardpoint.LMM  # noqa: B018
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """The handler of an interactive Python, whatever the test runner has in its place."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupt_ends_the_call_between_steps_and_harms_nobody(make_llm: MakeLLM) -> None:
+    """However the signal falls, scheduler and workers stay of one mind."""
+    llm = make_llm(script={"step_delay_s": 0.02})
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    for delay in (0.05, 0.13, 0.211):
+        timer = threading.Timer(delay, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[40, 41, 42]], params)
+        timer.join()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not list(llm.core.scheduler.live_request_ids())
+    assert len(llm.generate([[40, 41, 42]], SamplingParams(max_tokens=5, temperature=0.0))[0].outputs[0].token_ids) == 5
+
+
+def test_streams_read_in_turns_lose_nothing(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    first, second = (llm.stream([[40, 41, number]], params) for number in (42, 43))
+    pairs = list(itertools.zip_longest(first, second))
+    for lane in (0, 1):
+        outputs = [pair[lane][1] for pair in pairs if pair[lane] is not None]
+        assert outputs[-1].finished
+        assert len(outputs[-1].outputs[0].token_ids) == 6
+
+
+def test_a_call_inside_a_stream_does_not_cut_it_short(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    seen = []
+    for _, output in llm.stream([[40, 41, 42]], params):
+        seen.append(output)
+        llm.generate([[50, 51]], params)
+    assert seen[-1].finished
+    assert len(seen[-1].outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, b"bytes"], ids=repr)
+def test_what_is_no_prompt_is_refused_by_name(make_llm: MakeLLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts are a text, token ids or a list of such") as refused:
+        make_llm().generate(prompts)
+    assert refused.value.param == "prompts"
+
+
+def test_prompts_may_come_from_a_generator(make_llm: MakeLLM) -> None:
+    prompts: Any = ([40, number] for number in (41, 42))
+    results = make_llm().generate(prompts, SamplingParams(max_tokens=2))
+    assert len(results) == 2

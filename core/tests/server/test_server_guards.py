@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -339,7 +340,9 @@ def test_unusable_keys(key: str) -> None:
 def test_key_files_that_cannot_serve(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n")
-    for path in (tmp_path / "absent", empty, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (tmp_path / "absent", empty, tmp_path, pipe):
         with pytest.raises(ConfigError, match="api-key-file"):
             load_keys(ServerConfig(api_key_file=str(path)))
 

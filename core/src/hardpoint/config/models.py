@@ -145,7 +145,9 @@ class ServerConfig(_Section):
     max_n: int = Field(default=128, ge=1, description="most sequences per prompt")
     max_prompts: int = Field(default=256, ge=1, description="most prompts per request")
     max_logprobs: int = Field(default=20, ge=0, description="most alternatives per token")
-    request_timeout_s: float | None = Field(default=None, gt=0, description="seconds after which a request is aborted")
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="seconds after which a request is aborted"
+    )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds that running requests get at shutdown")
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Host header values to accept beside the bound address"

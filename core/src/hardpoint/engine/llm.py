@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -163,15 +166,23 @@ class LLM:
                 output = state.take()
                 if output is not None:
                     yield index, output
+        # Another call on this object may have computed our last tokens while nobody read here.
+        for index, state in enumerate(states):
+            if state.failure is not None:
+                raise state.failure
+            output = state.take()
+            if output is not None:
+                yield index, output
 
     def _steps(self, processed: list[ProcessedRequest], states: list[RequestState]) -> Iterator[None]:
         """Step until all is done, filling ``states``; an exception or an early end aborts what still runs."""
         backlog = deque(processed)
         try:
-            while backlog or self._outputs.num_sequences:
-                self._feed(backlog, states)
-                for frame in self._step():
-                    self.core.abort(self._outputs.process(frame))
+            while backlog or not all(state.finished for state in states):
+                with interrupts_deferred():
+                    self._feed(backlog, states)
+                    for frame in self._step():
+                        self.core.abort(self._outputs.process(frame))
                 yield
         except BaseException:
             self.core.abort([name for state in states for name in self._outputs.abort(state.processed.request_id)])
@@ -206,7 +217,28 @@ def _result(state: RequestState) -> RequestOutput:
     return output
 
 
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C: a step that ends half-way would leave scheduler and workers at odds for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous if previous is not None else signal.default_int_handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping | Sequence):
+        prompts = list(prompts)
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Sequence | Prompt):
+        kind = type(prompts).__name__
+        raise InvalidRequestError(f"prompts are a text, token ids or a list of such, not a {kind}", param="prompts")
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], int)):
         prompts = [prompts]
     texts = [Prompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

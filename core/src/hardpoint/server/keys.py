@@ -18,6 +18,8 @@ def load_keys(config: ServerConfig) -> tuple[str, ...]:
     keys = list(config.api_key)
     if config.api_key_file is not None:
         try:
+            if not Path(config.api_key_file).is_file():
+                raise OSError("it is not a regular file")
             text = Path(config.api_key_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {config.api_key_file!r} cannot be read: {error}") from None

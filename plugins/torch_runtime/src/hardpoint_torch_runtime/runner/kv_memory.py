@@ -70,9 +70,13 @@ def _allocate(records: Sequence[KVCacheTensor], device: torch.device) -> list[to
 
 def allocate_bytes(size: int, device: torch.device) -> torch.Tensor:
     """A zeroed int8 buffer. On the CPU pages become resident only when touched, so an unused cache costs no memory."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(size, dtype=np.int8))
-    return torch.zeros(size, dtype=torch.int8, device=device)
+    try:
+        if device.type == "cpu":
+            return torch.from_numpy(np.zeros(size, dtype=np.int8))
+        return torch.zeros(size, dtype=torch.int8, device=device)
+    except (MemoryError, RuntimeError) as error:
+        advice = "lower --kv-cache-memory or --num-kv-blocks"
+        raise ConfigError(f"a KV cache buffer of {size / 2**30:.1f} GiB cannot be had on {device}; {advice}") from error
 
 
 def page_view(
