@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,35 @@ def test_ids_equal_the_references(tokenizer: Tokenizer, reference: Any, text: st
     ids = tokenizer.encode(text)
     assert ids == reference.encode(text).ids
     assert tokenizer.decode(ids) == text == streamed(tokenizer, [], ids)
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer, parse_special: bool) -> None:
+    """An event loop on another thread must not stand still for as long as a client's text is long."""
+    longest_gap, done = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest_gap
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            last, longest_gap = now, max(longest_gap, now - last)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    tokenizer.encode("<|im_end|>" + "several words of text " * 100_000, parse_special=parse_special)
+    took = time.perf_counter() - started
+    done.set()
+    ticking.join()
+    assert longest_gap < max(0.1, took / 2)
+
+
+def test_long_and_short_texts_are_encoded_alike(tokenizer: Tokenizer, reference: Any) -> None:
+    for length in (1_999, 2_000, 2_001, 5_000):
+        text = ("L'été 12 <|im_start|>\n" * 500)[:length]
+        assert tokenizer.encode(text) == reference.encode(text).ids
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
