@@ -132,6 +132,15 @@ def test_a_model_without_template_says_so() -> None:
         frontend.render_chat([{"role": "user", "content": "hi"}])
 
 
+def test_chats_and_completions_have_one_bound_of_characters() -> None:
+    frontend = Frontend(FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10))
+    with pytest.raises(InvalidRequestError, match="641 characters; at most 640") as caught:
+        frontend.render_chat([{"role": "user", "content": "x" * 641}])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(InvalidRequestError, match="641 characters; at most 640"):
+        frontend.inputs.tokenize(Prompt(text="x" * 641))
+
+
 def test_a_failing_engine_raises_and_stays_dead(make_llm: MakeLLM) -> None:
     llm = make_llm(script={"step_error_at": 3})
     for _ in range(2):

@@ -227,7 +227,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (Prompt(text=""), "prompt"),
     (Prompt(text=7), "prompt"),  # type: ignore[arg-type]
     (Prompt(text="\udfff"), "prompt"),
-    (Prompt(text="x" * (64 * 256 + 1)), "prompt"),
+    (Prompt(text="x" * (64 * 64 + 1)), "prompt"),
     *((Prompt(text="a", cache_salt=salt), "cache_salt") for salt in ("", "a/b", "a" * 129, "x" * 4096, "ä", "a\n", 5)),  # type: ignore[arg-type]
 ]
 
@@ -237,6 +237,13 @@ def test_bad_prompts_are_refused(prompt: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         validate_prompt(prompt, LIMITS)
     assert caught.value.param == param
+
+
+def test_a_text_far_beyond_the_context_is_refused_with_both_numbers() -> None:
+    validate_prompt(Prompt(text="x" * 4096), LIMITS)
+    with pytest.raises(InvalidRequestError, match="4097 characters; at most 4096") as caught:
+        validate_prompt(Prompt(text="x" * 4097), LIMITS)
+    assert caught.value.code == "context_length_exceeded"
 
 
 BAD_OPTIONS: list[tuple[str, Any]] = [

@@ -156,3 +156,45 @@ def test_rendering_is_deterministic() -> None:
     """R2.52, also where private characters are drawn at random."""
     messages = [{"role": "user", "content": "<|e|> x"}]
     assert len({str(render(messages)) for _ in range(20)}) == 1
+
+
+class Counting(ControlTokenizer):
+    """Tells how many characters it was given."""
+
+    num_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["x" * 101, ["x" * 50, {"type": "text", "text": "y" * 51}], "<|e|>" * 30],
+    ids=["text", "parts", "control"],
+)
+def test_long_contents_are_refused_before_they_are_rendered(content: Any) -> None:
+    renderer = ChatRenderer(Counting(), "{{ raise_exception('rendered') }}", max_chars=100)
+    with pytest.raises(InvalidRequestError, match=r"the messages have 1\d\d characters; at most 100") as caught:
+        renderer.render([{"role": "user", "content": content}])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user", "content": "x" * 90}, {"role": "user", "content": "", "name": "y" * 101}],
+    ids=["content", "name"],
+)
+def test_what_a_template_makes_too_long_is_not_encoded(message: dict[str, Any]) -> None:
+    tokenizer = Counting()
+    template = "{% for m in messages %}<|s|>{{ m.content }}{{ m.content }}{{ m.name }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match=r"the rendered messages have \d+ characters; at most 100") as caught:
+        ChatRenderer(tokenizer, template, max_chars=100).render([message])
+    assert (caught.value.param, tokenizer.num_chars) == ("messages", 0)
+
+
+def test_as_many_characters_as_allowed_pass() -> None:
+    text, ids = ChatRenderer(Counting(), "{{ messages[0].content }}", max_chars=100).render(
+        [{"role": "user", "content": "x" * 100}]
+    )
+    assert len(text) == len(ids) == 100

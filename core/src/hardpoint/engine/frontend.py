@@ -7,6 +7,7 @@ from typing import Any
 
 from hardpoint.engine.input_processor import InputProcessor
 from hardpoint.engine.spec import EngineSpec
+from hardpoint.engine.validation import max_prompt_chars
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.engine import ModelLimits, Prompt
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
@@ -35,7 +36,7 @@ class Frontend:
         self.tasks = tasks
         self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids, tasks=tasks)
         try:
-            self._renderer = ChatRenderer(tokenizer, chat_template)
+            self._renderer = ChatRenderer(tokenizer, chat_template, max_chars=max_prompt_chars(limits))
         except ModelFormatError as error:
             raise ModelFormatError(f"model {model_name!r}: {error}") from None
 
@@ -62,7 +63,7 @@ class Frontend:
     ) -> Prompt:
         """The conversation as ids: only the template, never a message's text, can spell a control token.
 
-        Raises ``InvalidRequestError`` for messages the template cannot take. Thread-safe.
+        Raises ``InvalidRequestError`` for messages the template cannot take or the context cannot hold. Thread-safe.
         """
         return Prompt(token_ids=self._renderer.render(messages, add_generation_prompt, template_arguments)[1])
 

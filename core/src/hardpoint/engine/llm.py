@@ -189,6 +189,8 @@ class LLM:
             raise
 
     def _step(self) -> list[EngineOutputs]:
+        if self._on_stop is None:
+            raise EngineDeadError("this LLM was shut down; make another one")
         frames = list(self.core.step().values())
         if self.core.dead_reason is not None:
             raise EngineDeadError(self.core.dead_reason)

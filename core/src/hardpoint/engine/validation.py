@@ -17,11 +17,18 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import Int32Array, SamplingParams
 
-__all__ = ["validate_batch", "validate_options", "validate_prompt", "validate_sampling", "validate_token_ids"]
+__all__ = [
+    "max_prompt_chars",
+    "validate_batch",
+    "validate_options",
+    "validate_prompt",
+    "validate_sampling",
+    "validate_token_ids",
+]
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PRIORITY = 2**31 - 1
-MAX_CHARS_PER_TOKEN = 256
+MAX_CHARS_PER_TOKEN = 64
 MAX_EXTENSION_BYTES = 64 * 1024
 _LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
@@ -84,6 +91,11 @@ def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimi
     return _check_lengths(typed, prompt_len, limits)
 
 
+def max_prompt_chars(limits: ModelLimits) -> int:
+    """Characters of one prompt, completions and rendered chats alike. More is refused before it is tokenized."""
+    return limits.max_model_len * MAX_CHARS_PER_TOKEN
+
+
 def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
     """What can be said before tokenizing: one of text and ids, plain text, a plausible length, a harmless salt."""
     if not isinstance(prompt, Prompt):
@@ -94,10 +106,10 @@ def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
         _check_text(prompt.text, "prompt")
         if not prompt.text:
             raise _refuse("the prompt is empty", "prompt", "empty_prompt")
-        if len(prompt.text) > limits.max_model_len * MAX_CHARS_PER_TOKEN:
+        if len(prompt.text) > (allowed := max_prompt_chars(limits)):
             raise _refuse(
-                f"the prompt has {len(prompt.text)} characters, far more than the context length of "
-                f"{limits.max_model_len} tokens can hold",
+                f"the prompt has {len(prompt.text)} characters; at most {allowed} are allowed, which is "
+                f"{MAX_CHARS_PER_TOKEN} for each of the context's {limits.max_model_len} tokens",
                 "prompt",
                 "context_length_exceeded",
             )

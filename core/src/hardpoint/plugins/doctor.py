@@ -106,7 +106,8 @@ def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> dict[
     probes = probe_platforms(runtime, tuple(planned.name for planned in platforms))
     automatic = runtime.candidates("platform")
     try:
-        judge([probe for probe in probes if requested or probe.name in automatic], requested)
+        asked = [probe for probe in probes if requested or probe.name in automatic]
+        judge(asked, requested, runtime.names("platform"))
     except PluginError as error:
         problems.append(str(error))
     return {p.name: ProbeReport(p.result.status, p.result.reason, dict(p.result.details)) for p in probes}

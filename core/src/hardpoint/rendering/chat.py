@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.rendering.messages import map_strings, normalize_messages
+from hardpoint.rendering.messages import check_length, map_strings, normalize_messages
 from hardpoint.rendering.template import ChatTemplate
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -20,11 +20,13 @@ _PRIVATE_FIRST, _PRIVATE_SIZE = 0xF0000, 0xFFF0
 class ChatRenderer:
     """Renders with the model's template, or the one given. Thread-safe; a rendering takes up to two seconds.
 
+    ``max_chars`` bounds contents and rendered text before anything is encoded (None: no bound).
     Raises ``ModelFormatError`` for a template that cannot be compiled.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, max_chars: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_chars = max_chars
         source = template if template is not None else tokenizer.chat_template
         self._template = None if source is None else ChatTemplate(source)
         self._special = tokenizer.special_tokens
@@ -40,7 +42,7 @@ class ChatRenderer:
     ) -> tuple[str, list[int]]:
         """The prompt's text and ids. ``template_arguments`` are further template variables (``tools`` and the like).
 
-        Raises ``InvalidRequestError`` for messages or arguments that cannot be rendered.
+        Raises ``InvalidRequestError`` for messages or arguments that cannot be rendered, or are too long.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use plain completions", param="messages")
@@ -48,9 +50,12 @@ class ChatRenderer:
         if clash := (_RESERVED | self._special.keys()) & given.keys():
             raise InvalidRequestError(f"the template argument {min(clash)!r} is reserved", param=min(clash))
         variables = {"tools": None, "documents": None, **map_strings(given)}
-        variables["messages"] = normalize_messages(messages, structured=self._template.is_structured)
+        variables["messages"] = normalize_messages(
+            messages, structured=self._template.is_structured, max_chars=self._max_chars
+        )
         fixed = {**self._special, "add_generation_prompt": add_generation_prompt}
         text = self._template.render({**variables, **fixed})
+        check_length(len(text), self._max_chars, "the rendered messages have")
         if (cleaned := self._without_injection(text, variables, fixed)) is not None:
             return cleaned
         return text, self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)

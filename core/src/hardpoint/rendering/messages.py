@@ -16,15 +16,37 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MEDIA_WORDS = ("image", "audio", "video", "file", "embeds")
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]], *, structured: bool = False) -> list[dict[str, Any]]:
+def normalize_messages(
+    messages: Sequence[Mapping[str, Any]], *, structured: bool = False, max_chars: int | None = None
+) -> list[dict[str, Any]]:
     """Plain copies of ``messages`` with ``content`` as one text, or as a list of typed parts if ``structured``.
 
     Roles, order and other fields are kept (R2.30); arguments of tool calls become objects (R2.60).
-    Raises ``InvalidRequestError`` naming message and part.
+    Raises ``InvalidRequestError`` naming message and part, and for contents of more than ``max_chars`` characters.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list with at least one message", param="messages")
+    if max_chars is not None:
+        check_length(sum(map(_content_length, messages)), max_chars, "the messages have")
     return [_normalize(message, f"messages[{index}]", structured) for index, message in enumerate(messages)]
+
+
+def check_length(num_chars: int, max_chars: int | None, subject: str) -> None:
+    """Raise ``InvalidRequestError`` for more characters than are worth tokenizing."""
+    if max_chars is not None and num_chars > max_chars:
+        raise InvalidRequestError(
+            f"{subject} {num_chars} characters; at most {max_chars} are allowed for this model's context length",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+def _content_length(message: Any) -> int:
+    """Characters of a message's content. What is no text counts nothing: it is refused later, by name."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _normalize(message: Any, where: str, structured: bool) -> dict[str, Any]:
