@@ -173,3 +173,31 @@ def test_input_is_neither_changed_nor_shared(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("calls", [[], "text", [3], [{"function": "f"}], [{"function": {"name": "f"}}]])
 def test_odd_tool_calls_are_left_to_the_template(calls: Any) -> None:
     assert normalize_messages([{"role": "assistant", "content": "", "tool_calls": calls}])[0]["tool_calls"] == calls
+
+
+TOO_MANY: list[tuple[list[dict[str, Any]], str, int]] = [
+    ([{"role": "user", "content": ""}] * 4097, "messages", 4096),
+    ([{"role": "user", "content": "a"}, {"role": "user", "content": [""] * 4097}], "messages[1].content", 4096),
+    ([{"role": "assistant", "tool_calls": [{}] * 129}], "messages[0].tool_calls", 128),
+]
+
+
+@pytest.mark.parametrize(("messages", "field", "limit"), TOO_MANY, ids=["messages", "parts", "tool_calls"])
+def test_too_many_of_anything_is_refused_before_any_is_looked_at(
+    messages: list[dict[str, Any]], field: str, limit: int
+) -> None:
+    # The one message that is no good otherwise comes first, and is not what is complained about.
+    messages = [{"role": 1}, *messages[1:]] if len(messages) > 1 else messages
+    with pytest.raises(InvalidRequestError) as caught:
+        normalize_messages(messages)
+    assert (caught.value.param, caught.value.code) == (field, "invalid_value")
+    assert str(caught.value) == f"{field} has {limit + 1} entries; at most {limit} are allowed"
+
+
+def test_as_many_as_allowed_pass() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": ["a"] * 4096},
+        {"role": "assistant", "tool_calls": [{"id": "1"}] * 128},
+        *([{"role": "user", "content": "x"}] * 4094),
+    ]
+    assert len(normalize_messages(messages)) == 4096

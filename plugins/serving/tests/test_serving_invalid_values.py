@@ -12,6 +12,8 @@ import pytest
 
 from hardpoint.interfaces.engine import Prompt
 from hardpoint.testing import FakeEngineClient
+from hardpoint_serving.openai import endpoint
+from hardpoint_serving.openai.translate import chat_messages
 from invalid_values import BASE, CHAT, COMPLETIONS, HUGE, MALFORMED, assert_refusal, bad_values
 
 
@@ -114,6 +116,21 @@ async def test_no_template_runs_on_the_event_loop(make_in_process: Any) -> None:
     served = make_in_process(Watched())
     answer = await served.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
     assert answer.status_code == 200
+
+
+async def test_no_conversation_is_converted_on_the_event_loop(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body full of short messages takes long to convert; the real conversion runs, seen from outside."""
+    threads = []
+
+    def watched(messages: Any) -> Any:
+        threads.append(threading.current_thread())
+        return chat_messages(messages)
+
+    monkeypatch.setattr(endpoint, "chat_messages", watched)
+    body = {"messages": [{"role": "user", "content": "a"}] * 3000}
+    assert_refusal(await in_process.http.post(CHAT, json=body), 400)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_what_the_template_decides_cannot_be_asked_for(in_process: Any) -> None:

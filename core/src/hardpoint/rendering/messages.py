@@ -12,6 +12,11 @@ from hardpoint.errors import InvalidRequestError
 logger = logging.getLogger("hardpoint.rendering")
 
 MAX_DEPTH = 100
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Parts of one message's content."""
+MAX_TOOL_CALLS = 128
+"""Tool calls of one message."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MEDIA_WORDS = ("image", "audio", "video", "file", "embeds")
 
@@ -26,9 +31,26 @@ def normalize_messages(
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list with at least one message", param="messages")
+    _check_counts(messages)
     if max_chars is not None:
         check_length(sum(map(_content_length, messages)), max_chars, "the messages have")
     return [_normalize(message, f"messages[{index}]", structured) for index, message in enumerate(messages)]
+
+
+def _check_counts(messages: Sequence[Any]) -> None:
+    """Refuse what is numerous rather than long: each item costs far more to copy and render than its characters."""
+    _check_count(messages, "messages", MAX_MESSAGES)
+    for index, message in enumerate(messages):
+        if isinstance(message, Mapping):
+            _check_count(message.get("content"), f"messages[{index}].content", MAX_PARTS)
+            _check_count(message.get("tool_calls"), f"messages[{index}].tool_calls", MAX_TOOL_CALLS)
+
+
+def _check_count(items: Any, field: str, limit: int) -> None:
+    if isinstance(items, Sequence) and not isinstance(items, str) and len(items) > limit:
+        raise InvalidRequestError(
+            f"{field} has {len(items)} entries; at most {limit} are allowed", param=field, code="invalid_value"
+        )
 
 
 def check_length(num_chars: int, max_chars: int | None, subject: str) -> None:

@@ -101,9 +101,12 @@ class OpenAIEndpoint(Endpoint):
         )
 
     async def _render(self, client: EngineClient, body: ChatRequest) -> Prompt:
-        # A template may take two seconds whatever the messages' length, which must not hold up other streams.
-        return await asyncio.to_thread(
-            client.render_chat,
+        # A template may take two seconds whatever the messages' length, and a long conversation takes its time to
+        # convert: neither must hold up other streams.
+        return await asyncio.to_thread(self._prompt, client, body)
+
+    def _prompt(self, client: EngineClient, body: ChatRequest) -> Prompt:
+        return client.render_chat(
             chat_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_arguments=template_arguments(body, self._options.template_arguments),
