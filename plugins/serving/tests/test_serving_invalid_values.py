@@ -13,6 +13,7 @@ import pytest
 from hardpoint.interfaces.engine import Prompt
 from hardpoint.testing import FakeEngineClient
 from hardpoint_serving.openai import endpoint
+from hardpoint_serving.openai.protocol import OFF_VALUES, ChatRequest, CompletionRequest, GenerationRequest
 from hardpoint_serving.openai.translate import chat_messages
 from invalid_values import BASE, CHAT, COMPLETIONS, HUGE, MALFORMED, assert_refusal, bad_values
 
@@ -97,6 +98,25 @@ async def test_fields_without_effect_are_accepted(in_process: Any, route: str) -
 async def test_off_values_of_unsupported_fields_are_accepted(in_process: Any) -> None:
     off = {"tools": [], "tool_choice": "none", "modalities": ["text"], "parallel_tool_calls": True, "audio": None}
     assert (await in_process.http.post(CHAT, json={**BASE[CHAT], **off})).status_code == 200
+
+
+BODIES: dict[str, type[GenerationRequest]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
+UNREAD = [
+    (route, field)
+    for route, body in BODIES.items()
+    for field in (*OFF_VALUES, "chat_template")
+    if field in body.__struct_fields__
+]
+
+
+@pytest.mark.parametrize("value", [b"1e400", b"[1e400]", b'"\xff"', b'["\xed\xa0\x80"]', b'{"a":-1e999}'])
+@pytest.mark.parametrize(("route", "field"), UNREAD)
+async def test_values_that_decoding_the_body_does_not_look_into(
+    in_process: Any, route: str, field: str, value: bytes
+) -> None:
+    content = json.dumps(BASE[route]).encode()[:-1] + b', "%s": %s}' % (field.encode(), value)
+    response = await in_process.http.post(route, content=content, headers={"content-type": "application/json"})
+    assert assert_refusal(response, 400)["param"] == field
 
 
 async def test_listed_template_arguments_reach_the_renderer(in_process: Any) -> None:

@@ -61,25 +61,29 @@ class Identity:
 
 def refuse_unsupported(request: GenerationRequest) -> None:
     """Raise ``InvalidRequestError`` naming the first field that asks for something this endpoint does not do."""
-    if isinstance(request, ChatRequest) and _plain(request.chat_template) is not None:
+    if isinstance(request, ChatRequest) and _plain(request, "chat_template") is not None:
         # A template is a program: only the operator chooses one.
         raise InvalidRequestError("chat_template cannot be set by a request", param="chat_template", code="not_allowed")
     if isinstance(request, ChatRequest) and request.add_special_tokens:
         fault = "add_special_tokens is not supported for chats: the template decides about special tokens"
         raise InvalidRequestError(fault, param="add_special_tokens", code="unsupported")
     for name, allowed in OFF_VALUES.items():
-        if _plain(getattr(request, name, _NULL)) not in allowed:
+        if _plain(request, name) not in allowed:
             raise InvalidRequestError(f"{name} is not supported yet", param=name, code="unsupported")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
 
 
-def _plain(raw: msgspec.Raw) -> Any:
-    text = bytes(raw)
-    if text == b"null":
-        return None
+def _plain(request: GenerationRequest, name: str) -> Any:
+    """The value of a field kept as JSON text, which nothing has looked into before."""
+    text = bytes(getattr(request, name, _NULL))
     # Values that could be "off" are short; anything long asks for something.
-    return msgspec.json.decode(text) if len(text) < 64 else text
+    if len(text) >= 64:
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError):
+        raise InvalidRequestError(f"{name} is not a valid JSON value", param=name, code="invalid_value") from None
 
 
 def _sampling(request: GenerationRequest, **more: Any) -> SamplingParams:
