@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
+import re
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -109,6 +112,35 @@ async def test_a_large_body_before_a_second_request_is_no_header_flood(port: int
 )
 async def test_what_is_no_http_gets_one_form_too(port: int, request_bytes: bytes) -> None:
     assert status_and_error(await talk(port, request_bytes)) == (400, "bad_request")
+    assert await alive(port)
+
+
+BAD_CHUNKS = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "statuses"),
+    [
+        (GOOD + b"\0", [200]),
+        (GOOD + GOOD + b"\0", [200, 200]),
+        (GOOD + b"NONSENSE\r\n\r\n", [200]),
+        (GOOD + BAD_CHUNKS % b"/echo", [200, 400]),
+        (GOOD + GOOD + BAD_CHUNKS % b"/echo", [200, 200, 400]),
+        # Answered by the application without reading the body.
+        (BAD_CHUNKS % b"/live", [400]),
+        (GOOD + BAD_CHUNKS % b"/live", [200, 400]),
+    ],
+)
+async def test_whole_requests_are_answered_before_what_follows_is_refused(
+    port: int, request_bytes: bytes, statuses: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order, once each, and nothing is written behind the end of the connection."""
+    begun = time.monotonic()
+    answer = await talk(port, request_bytes)
+    assert time.monotonic() - begun < 0.9, "the connection must end with the last answer"
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", answer)] == statuses
+    await asyncio.sleep(0.05)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert await alive(port)
 
 

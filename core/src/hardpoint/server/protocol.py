@@ -21,6 +21,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _num_parts = 0
     _is_refused = False
+    _late_refusal: RequestFailure | None = None
 
     def on_message_begin(self) -> None:
         # The rest of the data this head began in may belong to an earlier request: counting starts with the next.
@@ -52,23 +53,49 @@ class _BoundedProtocol(HttpToolsProtocol):
         del msg
         self._refuse(RequestFailure(400, "this is not a valid HTTP request", None, "bad_request"))
 
-    def _refuse(self, failure: RequestFailure) -> None:
-        """Answer unless an answer has begun, and hang up.
+    def on_response_complete(self) -> None:
+        was_last = not self.pipeline
+        super().on_response_complete()
+        if self._late_refusal is not None and was_last and not self.transport.is_closing():
+            self._answer_and_hang_up(self._late_refusal)
 
-        What still comes in is read and dropped for a moment: closing over unread data would reset the connection, and
-        the client might never see the answer.
+    def _refuse(self, failure: RequestFailure) -> None:
+        """Hang up, in order: whole requests get their answers first, and the refusal is the last thing written.
+
+        No other answer is sent if the refused data follows a whole request, or if one to it has begun.
         """
         self._is_refused = True
-        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if not is_answering:
-            body = json.dumps(failure.body).encode()
-            head = (
-                f"HTTP/1.1 {failure.status} Refused\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
-            self.transport.write_eof()
-        self.loop.call_later(0.0 if is_answering else _LINGER_S, self.transport.close)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._answer_and_hang_up(failure)
+        elif not cycle.more_body:
+            cycle.keep_alive = False  # The server closes the connection behind this answer.
+        elif self.pipeline:
+            # The request that is refused was waiting for those before it.
+            self.pipeline.popleft()
+            self._late_refusal = failure
+        else:
+            has_begun = cycle.response_started
+            # Whatever the application still says of this request is dropped: nothing may follow the refusal.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if has_begun:
+                self.transport.close()
+            else:
+                self._answer_and_hang_up(failure)
+
+    def _answer_and_hang_up(self, failure: RequestFailure) -> None:
+        """What still comes in is read and dropped for a moment: closing over unread data would reset the connection,
+        and the client might never see the answer.
+        """
+        body = json.dumps(failure.body).encode()
+        head = (
+            f"HTTP/1.1 {failure.status} Refused\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
 
 
 def bounded_protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
