@@ -105,7 +105,7 @@ class KVLayoutSuite(ABC):
         assert self.check(layout, request(specs, 20 * per_block - 1)).num_blocks == 19
 
     def test_a_given_number_of_blocks_is_taken(self, layout: KVLayout) -> None:
-        assert self.check(layout, request(layers(), 1 << 30, num_blocks=17)).num_blocks == 17
+        assert self.check(layout, request(layers(), 1 << 18, num_blocks=17)).num_blocks == 17
 
     def test_layers_of_different_sizes(self, layout: KVLayout) -> None:
         if not self.mixed:

@@ -59,6 +59,8 @@ def run_suite(suite: type[Any], *, first_failure: bool = False, only: str = "") 
             module.write_text(_MODULE)
             (root / "pytest.ini").write_text(_SETTINGS)
             arguments = [f"--rootdir={root}", f"--confcutdir={root}", "-c", str(root / "pytest.ini"), "--capture=no"]
+            # Its own folder for temporary files: making room in the shared one can take long.
+            arguments += [f"--basetemp={root / 'files'}"]
             arguments += ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
             arguments += ["-x"] if first_failure else []
             arguments += ["-k", only] if only else []
