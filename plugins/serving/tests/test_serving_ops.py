@@ -44,6 +44,14 @@ async def test_load_before_the_first_step(in_process: Any, monkeypatch: pytest.M
     assert (await in_process.http.get("/load")).json()["server_load"] == 0
 
 
+async def test_a_dead_engine_has_no_load(in_process: Any) -> None:
+    in_process.client.num_running = 3
+    assert (await in_process.http.get("/load")).json()["server_load"] == 3
+    in_process.client.die()
+    load = (await in_process.http.get("/load")).json()
+    assert (load["server_load"], load["models"]["fake"]["running"]) == (0, 0)
+
+
 async def test_metrics_are_those_of_all_exporters(make_in_process: Any) -> None:
     served = make_in_process(exporters=(Exporter(b"a 1\n"), Exporter(b"b 2\n")))
     response = await served.http.get("/metrics")

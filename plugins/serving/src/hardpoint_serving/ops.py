@@ -65,7 +65,8 @@ def _state(client: EngineClient) -> str:
 
 
 def _load(client: EngineClient) -> dict[str, Any]:
-    stats = client.stats() or SchedulerStats()
+    # The last figures of an engine that died would say for good that its requests still run.
+    stats = (client.stats() if client.is_alive else None) or SchedulerStats()
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
