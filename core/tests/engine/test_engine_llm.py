@@ -141,6 +141,18 @@ def test_chats_and_completions_have_one_bound_of_characters() -> None:
         frontend.inputs.tokenize(Prompt(text="x" * 641))
 
 
+@pytest.mark.parametrize("stops", [{"stop_token_ids": (7,)}, {"stop_token_ids": (7,), "ignore_eos": True}, {}])
+def test_constraints_that_leave_no_token_are_refused(stops: dict[str, Any]) -> None:
+    inputs = Frontend(FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10), eos_token_ids=(2,)).inputs
+    only = (7,) if stops else (2,)
+    with pytest.raises(InvalidRequestError, match="set min_tokens to 0") as caught:
+        inputs.process(Prompt(text="a"), SamplingParams(min_tokens=1, allowed_token_ids=only, **stops))
+    assert (caught.value.param, caught.value.code) == ("allowed_token_ids", "invalid_value")
+    for min_tokens, allowed in ((0, only), (1, (*only, 9))):
+        inputs.process(Prompt(text="a"), SamplingParams(min_tokens=min_tokens, allowed_token_ids=allowed, **stops))
+    inputs.process(Prompt(text="a"), SamplingParams(min_tokens=1, allowed_token_ids=(2,), ignore_eos=True))
+
+
 def test_a_failing_engine_raises_and_stays_dead(make_llm: MakeLLM) -> None:
     llm = make_llm(script={"step_error_at": 3})
     for _ in range(2):
