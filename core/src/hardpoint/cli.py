@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "serve": "serve a model over HTTP",
-    "plugins": "list and explain installed plugins",
+    "plugins": "list, explain, write and test plugins",
 }
 
 
@@ -53,7 +53,9 @@ def _guarded(run: Callable[[], int]) -> int:
 
 def _run(command: str, rest: list[str]) -> int:
     if command == "plugins":
-        return _run_plugins(rest)
+        from hardpoint.plugins.cli import run_plugins
+
+        return run_plugins(rest)
     if command in _COMMANDS:
         parser = argparse.ArgumentParser(prog=f"hardpoint {command}", description=_COMMANDS[command])
         from hardpoint.commands import serve
@@ -61,15 +63,6 @@ def _run(command: str, rest: list[str]) -> int:
         serve.add_arguments(parser)
         return int(serve.run(parser.parse_args(rest)))
     return _run_plugin_command(command, rest)
-
-
-def _run_plugins(rest: list[str]) -> int:
-    from hardpoint.plugins.cli import add_plugin_commands
-
-    parser = argparse.ArgumentParser(prog="hardpoint")
-    add_plugin_commands(parser.add_subparsers(dest="command"))
-    parsed = parser.parse_args(["plugins", *rest])
-    return int(parsed.run(parsed))
 
 
 def _plugin_commands() -> dict[str, str]:

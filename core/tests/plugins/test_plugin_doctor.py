@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import KINDS, DoctorReport, PluginSelection, diagnose
-from hardpoint.plugins.cli import add_plugin_commands
+from hardpoint.plugins.cli import run_plugins
 from hardpoint.plugins.render import render
 
 if TYPE_CHECKING:
@@ -124,11 +123,7 @@ def test_text_has_color_only_where_asked(site: Site) -> None:
 
 
 def run(site: Site, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_plugin_commands(parser.add_subparsers())
-    args = parser.parse_args(["plugins", *words])
-    status: int = args.run(args)
-    return status
+    return run_plugins(words)
 
 
 @pytest.fixture
@@ -178,9 +173,8 @@ def test_listing_imports_no_plugin_and_no_framework(site: Site) -> None:
     """Lesson: command-line help and lists read metadata only."""
     complete(site)
     code = (
-        "import argparse, sys; sys.path.insert(0, sys.argv[1]);"
-        "from hardpoint.plugins.cli import add_plugin_commands; p = argparse.ArgumentParser();"
-        "add_plugin_commands(p.add_subparsers()); a = p.parse_args(['plugins', 'list']); a.run(a);"
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from hardpoint.plugins.cli import run_plugins; run_plugins(['list']);"
         "loaded = [m for m in sys.modules if m.split('.')[0] in ('acme_all', 'torch', 'transformers', 'pydantic')"
         " or m.startswith('hardpoint_')]; print('LOADED', loaded)"
     )

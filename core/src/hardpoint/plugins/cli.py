@@ -1,90 +1,39 @@
-"""``hardpoint plugins list`` and ``hardpoint plugins doctor``. Building the parser imports nothing heavy."""
+"""``hardpoint plugins``: one row per subcommand. Only the module of the one that is called is imported."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from hardpoint.plugins.selection import PluginSelection
-
-__all__ = ["add_plugin_commands", "doctor_command", "list_command"]
+__all__ = ["SUBCOMMANDS", "run_plugins"]
 
 
-def add_plugin_commands(subparsers: Any) -> None:
-    """Add ``plugins`` and its subcommands to what ``ArgumentParser.add_subparsers()`` returned.
+class Subcommand(NamedTuple):
+    """``module`` offers ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""
 
-    Each sets ``args.run``, a function of the parsed arguments that returns the exit status.
-    """
-    parser = subparsers.add_parser("plugins", help="list and explain installed plugins")
-    commands = parser.add_subparsers(dest="plugins_command", required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("list", list_command, "show installed plugins, from metadata alone"),
-        ("doctor", doctor_command, "explain what is used, refused or wrong; exit status 1 if anything is"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--json", action="store_true", help="print stable JSON instead of text")
-        _add_selection(command)
-        command.set_defaults(run=run)
+    module: str
+    help: str
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--plugins", metavar="NAMES", help="allow-list, comma-separated; empty admits none (HARDPOINT_PLUGINS)")
-    add("--endpoints", metavar="NAMES", help="endpoint allow-list, comma-separated")
-    add("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="take a plugin from this distribution")
-    add("--use", action="append", default=[], metavar="KIND=NAME", help="choose a plugin by name")
-    add("--strict-plugins", action="store_true", help="any failing plugin stops the start")
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "list": Subcommand("hardpoint.plugins.list_command", "show installed plugins, from metadata alone"),
+    "doctor": Subcommand(
+        "hardpoint.plugins.doctor_command", "explain what is used, refused or wrong; exit status 1 if anything is"
+    ),
+}
 
 
-def list_command(args: argparse.Namespace) -> int:
-    """Print what is installed. Imports no plugin."""
-    _print(args, probe=False)
-    return 0
-
-
-def doctor_command(args: argparse.Namespace) -> int:
-    """Print the examination, probing platforms. The status is 1 when there are problems."""
-    return 1 if _print(args, probe=True) else 0
-
-
-def _print(args: argparse.Namespace, *, probe: bool) -> tuple[str, ...]:
-    from hardpoint.plugins.doctor import diagnose
-    from hardpoint.plugins.render import render
-
-    report = diagnose(_selection(args), probe=probe)
-    if args.json:
-        print(report.to_json())
-    else:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(render(report, color=color, verbose=probe))
-    return report.problems
-
-
-def _selection(args: argparse.Namespace) -> PluginSelection:
-    from hardpoint.errors import ConfigError
-    from hardpoint.plugins.selection import (
-        DEFAULT_ENDPOINTS,
-        ENDPOINT_VARIABLE,
-        PluginSelection,
-        parse_names,
-        parse_pins,
-    )
-
-    endpoints = parse_names(os.environ.get(ENDPOINT_VARIABLE) if args.endpoints is None else args.endpoints)
-    choices: dict[str, tuple[str, ...]] = {}
-    for use in args.use:
-        kind, equals, name = use.partition("=")
-        if not (kind and equals and name):
-            raise ConfigError(f"--use {use!r} is not of the form KIND=NAME")
-        choices[kind] = (*choices.get(kind, ()), name)
-    return PluginSelection.from_environment(
-        os.environ,
-        allow=parse_names(args.plugins),
-        endpoints=DEFAULT_ENDPOINTS if endpoints is None else endpoints,
-        choices=choices,
-        pins=parse_pins(args.pin),
-        strict=args.strict_plugins,
-    )
+def run_plugins(arguments: Sequence[str]) -> int:
+    """Run ``hardpoint plugins`` with ``arguments`` and return the exit status."""
+    overview = argparse.ArgumentParser(prog="hardpoint plugins", description="list, explain, write and test plugins")
+    choices = overview.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for name, row in SUBCOMMANDS.items():
+        choices.add_parser(name, help=row.help, add_help=False)
+    chosen: str = overview.parse_args(arguments[:1]).subcommand
+    row = SUBCOMMANDS[chosen]
+    module = importlib.import_module(row.module)
+    parser = argparse.ArgumentParser(prog=f"hardpoint plugins {chosen}", description=row.help)
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(arguments[1:])))
