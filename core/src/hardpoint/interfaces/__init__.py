@@ -13,6 +13,7 @@ from hardpoint.interfaces.attention import (
 )
 from hardpoint.interfaces.cli_command import CliCommand
 from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
+from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
 from hardpoint.interfaces.engine import (
     CompletionOutput, EngineClient, Logprob, ModelLimits, ModelRouter, PositionLogprobs, Prompt, RequestMetrics,
@@ -20,6 +21,7 @@ from hardpoint.interfaces.engine import (
 )
 from hardpoint.interfaces.executor import Executor, ExecutorContext
 from hardpoint.interfaces.io_processor import IOProcessor
+from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
     AttentionSpec, BlockHash, BlockHashWithGroup, BlockHasher, DTYPE_BYTES, FullAttentionSpec, HashContext,
     HashFunction, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout,
@@ -60,19 +62,20 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
-    "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC", "AdapterRef", "AttentionBackend",
-    "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed",
-    "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher", "BlockSizeRule", "BlockUpdate",
-    "BoolArray", "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput", "DecodeStream",
-    "Deferred", "DeviceDescription", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient",
-    "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext",
-    "ExternalMatch", "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask",
-    "GraphSupport", "HashContext", "HashFunction", "IOProcessor", "Int32Array", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVSpecRegistration",
-    "KVWriteMode", "LayerSpec", "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob",
-    "LogprobArrays", "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo",
-    "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice",
-    "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext",
+    "ANY_DEVICE", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC", "AdapterRef",
+    "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder",
+    "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher", "BlockSizeRule",
+    "BlockUpdate", "BoolArray", "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput",
+    "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DraftUpdatable",
+    "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
+    "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array",
+    "FullAttentionSpec", "GrammarMask", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
+    "Int32Array", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout",
+    "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec",
+    "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays",
+    "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits",
+    "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode",
+    "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext",
     "PluginDeclaration", "PluginFactory", "PositionLogprobs", "ProbeResult", "ProbeStatus", "Prompt",
     "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestView",
     "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",

@@ -58,7 +58,8 @@ class PluginContext:
     """What a factory may know about its surroundings. Kinds extend it with exactly what they need.
 
     ``api_version`` is the major version of the plugin's own kind. ``rank`` is the worker's global rank, or ``None``
-    outside a worker. ``platform`` is ``None`` only while the platform itself is being created.
+    outside a worker. ``platform`` is ``None`` only while the platform itself is being created. ``distribution`` is the
+    one the plugin was installed with, by its canonical name; empty where nothing is installed (in tests).
     """
 
     name: str
@@ -68,6 +69,7 @@ class PluginContext:
     platform: Platform | None = None
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("hardpoint.plugin"))
     plugins: PluginAccess | None = None
+    distribution: str = ""
 
 
 class PluginAccess(Protocol):

@@ -131,6 +131,7 @@ class PluginRuntime:
             platform=self.platform,
             logger=logging.getLogger(f"hardpoint.plugin.{kind}.{name}"),
             plugins=self,
+            distribution=next((planned.distribution for planned in self.plan.of(kind) if planned.name == name), ""),
             **fields,
         )
 
