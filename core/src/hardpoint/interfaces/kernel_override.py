@@ -1,8 +1,7 @@
 """Plugin kind ``kernel_override``: another kernel at a seam that the worker declares.
 
 The factory takes a ``WorkerContext`` and returns a :class:`KernelOverride`. Overrides are never found by installation:
-an operator names one per seam. The seams, their signatures and shapes are the worker's (the torch worker's:
-``hardpoint_torch_runtime.ops.SEAMS``).
+an operator names one per seam. The seams, their signatures and shapes are the worker's; its documentation lists them.
 """
 
 from __future__ import annotations
