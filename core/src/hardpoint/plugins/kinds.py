@@ -86,6 +86,7 @@ _ROWS = (
     KindSpec("platform", _ALL, Phase.PLATFORM_SELECTION, _EXACTLY_ONE, "the hardware", required=True),
     KindSpec("hooks", _ALL, Phase.PROCESS_START, _MANY, "observers of the life of a process and of requests"),
     KindSpec("cli_command", _LAUNCHER, Phase.COMMAND_LINE, _KEYED, "further subcommands of the command line"),
+    KindSpec("conformance", _LAUNCHER, _ASKED, _KEYED, "test classes that plugins of a kind must pass"),
     KindSpec("model_source", _LAUNCHER | _WORKER, Phase.CONFIG, _KEYED, "names to files", required=True),
     KindSpec("executor", _ENGINE, _AT_ENGINE, _ONE, "runs the workers", required=True),
     KindSpec("scheduler", _ENGINE, _AT_ENGINE, _ONE, "decides what each step computes", required=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
 from hardpoint.testing.asgi_client import Answer, Call, abandon, send
 from hardpoint.testing.fake_engine_client import FakeEngineClient
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["EndpointSuite"]
 
@@ -44,19 +44,22 @@ ODD_VALUES: tuple[Any, ...] = (
 )
 
 
-class EndpointSuite(ABC):
+class EndpointSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Endpoint`.
 
     ``calls`` are valid requests, at least one per route that matters; each must succeed over a fake engine whose model
     is called ``fake``. ``aborts_abandoned`` declares that work ends when its client goes away.
     """
 
+    kind: ClassVar[str] = "endpoint"
+    torch_free: ClassVar[bool] = True
     calls: ClassVar[tuple[Call, ...]] = ()
     aborts_abandoned: ClassVar[bool] = True
 
-    @abstractmethod
     def create_endpoint(self, ctx: EndpointContext) -> Endpoint:
         """The endpoint under test, as its factory makes it."""
+        made: Endpoint = self.create_plugin(ctx)
+        return made
 
     @pytest.fixture
     def client(self) -> FakeEngineClient:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from hardpoint.testing.fake_executor import FakeExecutor
 from hardpoint.testing.fake_scheduler import FakeScheduler
 from hardpoint.testing.fake_worker import FakeWorker
 from hardpoint.testing.faulty_worker import FAULTS, Fault
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["ExecutorSuite", "empty_step", "executor_context", "install_fake_worker", "worker_config"]
 
@@ -108,18 +108,20 @@ def executor_context(folder: Path, config: WorkerConfig) -> ExecutorContext:
     )
 
 
-class ExecutorSuite(ABC):
+class ExecutorSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Executor`, over real worker plugins that can fail on demand.
 
     ``world_sizes`` are those the executor supports; ``interruptible`` says whether a hanging worker can be timed out.
     """
 
+    kind: ClassVar[str] = "executor"
     world_sizes: ClassVar[tuple[int, ...]] = (1,)
     interruptible: ClassVar[bool] = False
 
-    @abstractmethod
     def create_executor(self, ctx: ExecutorContext) -> Executor:
         """The executor under test, as its factory makes it."""
+        made: Executor = self.create_plugin(ctx)
+        return made
 
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

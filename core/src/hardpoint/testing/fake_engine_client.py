@@ -21,6 +21,7 @@ from hardpoint.interfaces.engine import (
 )
 from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.plugins.report import LoadReport
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 
 __all__ = ["FakeEngineClient"]
@@ -64,6 +65,7 @@ class FakeEngineClient:
         self.num_running = 0
         self.num_aborted = 0
         self.seen: list[tuple[Prompt, SamplingParams, RequestOptions | None]] = []
+        self.reports: tuple[LoadReport, ...] = (LoadReport("process 1 (engine)", 1, ("engine",), None, "0.0", ()),)
         self.fail_after: int | None = None
         self.is_ready = True
         self.dead_reason: str | None = None
@@ -83,7 +85,12 @@ class FakeEngineClient:
         return SchedulerStats(num_running=self.num_running, num_free_blocks=90, num_total_blocks=100)
 
     async def reset_prefix_cache(self) -> bool:
+        self._require_life()
         return self.num_running == 0
+
+    async def load_reports(self) -> Sequence[LoadReport]:
+        self._require_life()
+        return self.reports
 
     def check_batch(self, num_prompts: int, n: int) -> None:
         validate_batch(num_prompts, n, self.limits)
@@ -115,9 +122,12 @@ class FakeEngineClient:
             self.num_running -= 1
             self.num_aborted += not finished
 
-    def _admit(self) -> None:
+    def _require_life(self) -> None:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
+
+    def _admit(self) -> None:
+        self._require_life()
         if not self.is_ready:
             raise EngineNotReadyError("the engine is starting")
         if self.queue_limit is not None and self.num_running >= self.queue_limit:

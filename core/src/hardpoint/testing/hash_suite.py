@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 
 from hardpoint.interfaces import BlockHash, HashContext, HashFunction
 from hardpoint.roles import ProcessRole
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["HashSuite"]
 
@@ -35,17 +35,20 @@ def tokens(*ids: int) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
-class HashSuite(ABC):
+class HashSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.HashFunction`.
 
     ``entry`` is the factory's place, ``"module:name"``; with it the suite also compares processes.
     """
 
+    kind: ClassVar[str] = "hash"
+    torch_free: ClassVar[bool] = True
     entry: ClassVar[str | None] = None
 
-    @abstractmethod
     def create_hash(self, ctx: HashContext) -> HashFunction:
         """The function under test, as its factory makes it."""
+        made: HashFunction = self.create_plugin(ctx)
+        return made
 
     @pytest.fixture
     def function(self) -> HashFunction:

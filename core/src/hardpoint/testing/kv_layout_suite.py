@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import ClassVar
@@ -21,6 +20,7 @@ from hardpoint.interfaces import (
     KVPlanRequest,
     spec_from_wire,
 )
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["KVLayoutSuite", "check_memory", "layers"]
 
@@ -44,19 +44,22 @@ def request(
     )
 
 
-class KVLayoutSuite(ABC):
+class KVLayoutSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.KVLayout`.
 
     ``mixed`` declares that layers whose pages differ in size can be planned together. ``spec_classes`` are the kinds
     that a plan may name.
     """
 
+    kind: ClassVar[str] = "kv_layout"
+    torch_free: ClassVar[bool] = True
     mixed: ClassVar[bool] = True
     spec_classes: ClassVar[Mapping[str, type[KVCacheSpec]]] = {FullAttentionSpec.kind: FullAttentionSpec}
 
-    @abstractmethod
     def create_layout(self) -> KVLayout:
         """The layout under test."""
+        made: KVLayout = self.create_plugin(self.context())
+        return made
 
     @pytest.fixture
     def layout(self) -> KVLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ import pytest
 
 from hardpoint.errors import HardpointError, ModelNotFoundError
 from hardpoint.interfaces import ModelArtifact, ModelSource
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["HOSTILE_NAMES", "ModelSourceSuite"]
 
@@ -34,20 +35,23 @@ HOSTILE_NAMES = (
 )
 
 
-class ModelSourceSuite(ABC):
+class ModelSourceSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.ModelSource`.
 
     ``foreign_names`` must be left to other sources; ``missing_names`` clearly belong to this one but cannot be had.
     ``hostile_names`` may be answered with None or with an error for the user, never with anything else.
     """
 
+    kind: ClassVar[str] = "model_source"
+    torch_free: ClassVar[bool] = True
     foreign_names: ClassVar[tuple[str, ...]] = ("a-name-that-nobody-has",)
     missing_names: ClassVar[tuple[str, ...]] = ()
     hostile_names: ClassVar[tuple[str, ...]] = HOSTILE_NAMES
 
-    @abstractmethod
     def create_source(self) -> ModelSource:
         """The source under test."""
+        made: ModelSource = self.create_plugin(self.context())
+        return made
 
     @abstractmethod
     def create_name(self, folder: Path) -> str:

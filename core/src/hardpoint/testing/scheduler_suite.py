@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ import pytest
 from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import FinishReason, PauseMode, Scheduler, SchedulerContext, SchedulerLimits
 from hardpoint.interfaces.step import RowFailure
+from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.scheduler_loop import (
     SchedulerLoop,
     make_request,
@@ -27,13 +27,15 @@ PROMPT = list(range(3, 13))
 STATES = ("waiting", "partly computed", "running", "under way")
 
 
-class SchedulerSuite(ABC):
+class SchedulerSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Scheduler`, over a worker whose tokens depend on the KV it reads.
 
     Switches declare optional behavior: ``max_inflight_steps`` above 1, ``preempts`` requests when blocks run out,
     ``caches_prefixes``, keeps ``deadlines``, obeys ``chunked_prefill=False``, ends rows of a ``RowFailure``.
     """
 
+    kind: ClassVar[str] = "scheduler"
+    torch_free: ClassVar[bool] = True
     max_inflight_steps: ClassVar[int] = 1
     preempts: ClassVar[bool] = False
     caches_prefixes: ClassVar[bool] = False
@@ -41,9 +43,10 @@ class SchedulerSuite(ABC):
     unchunked: ClassVar[bool] = False
     row_failures: ClassVar[bool] = True
 
-    @abstractmethod
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
         """The scheduler under test, as its factory makes it."""
+        made: Scheduler = self.create_plugin(ctx)
+        return made
 
     @pytest.fixture
     def make_loop(self) -> Callable[..., SchedulerLoop]:

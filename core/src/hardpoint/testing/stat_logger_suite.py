@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +17,7 @@ from hardpoint.interfaces import (
     StepObserved,
     TokensEmitted,
 )
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["StatLoggerSuite", "finished", "observed"]
 
@@ -37,19 +37,22 @@ def finished(
     return RequestFinished(request_id, model, reason, 4, 0, 2 if reached else 0, 1.5, *times)
 
 
-class StatLoggerSuite(ABC):
+class StatLoggerSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.StatLogger`.
 
     ``max_event_us`` is the mean time one event may take: the logger runs in the front end's event loop.
     ``max_kept_bytes`` is what 5,000 ended requests may leave in memory after a flush.
     """
 
+    kind: ClassVar[str] = "stat_logger"
+    torch_free: ClassVar[bool] = True
     max_event_us: ClassVar[float] = 100.0
     max_kept_bytes: ClassVar[int] = 100_000
 
-    @abstractmethod
     def create_logger(self) -> StatLogger:
         """The logger under test."""
+        made: StatLogger = self.create_plugin(self.context())
+        return made
 
     @pytest.fixture
     def logger(self) -> StatLogger:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hardpoint.interfaces import Tokenizer
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["TEXTS", "TokenizerSuite", "streamed"]
 
@@ -42,13 +43,15 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], *,
     return "".join(stream.step(token_id) or "" for token_id in ids)
 
 
-class TokenizerSuite(ABC):
+class TokenizerSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Tokenizer`.
 
     ``texts`` are those that must survive encoding and decoding; replace them where a vocabulary cannot express all.
     Control tokens are tested where the tokenizer encodes the text of one to a single id.
     """
 
+    kind: ClassVar[str] = "tokenizer"
+    torch_free: ClassVar[bool] = True
     texts: ClassVar[tuple[str, ...]] = TEXTS
     _loaded: ClassVar[Tokenizer]
 

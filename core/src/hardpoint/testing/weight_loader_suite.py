@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint.interfaces import ModelArtifact, ModelInfo, WeightLoader, WeightTensor
+from hardpoint.interfaces import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
+from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["WeightLoaderSuite", "read_all"]
 
@@ -27,20 +28,23 @@ def read_all(loader: WeightLoader, artifact: ModelArtifact) -> dict[str, tuple[s
     return {one.name: (one.dtype, one.shape, one.data.tobytes()) for one in loader.tensors(info)}
 
 
-class WeightLoaderSuite(ABC):
+class WeightLoaderSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.WeightLoader`, over a small model that the author writes.
 
     ``automatic`` is False for loaders that are used only when named. ``checks_files`` is False for those that read no
     weights from files. ``num_flips`` damaged copies are read.
     """
 
+    kind: ClassVar[str] = "weight_loader"
+    torch_free: ClassVar[bool] = True
     automatic: ClassVar[bool] = True
     checks_files: ClassVar[bool] = True
     num_flips: ClassVar[int] = 150
 
-    @abstractmethod
     def create_loader(self, packed: bool) -> WeightLoader:
         """The loader under test, with packed tensors yielded as stored or dequantized."""
+        made: WeightLoader = self.create_plugin(self.context(WeightLoaderContext, packed=packed))
+        return made
 
     @abstractmethod
     def create_artifact(self, folder: Path) -> ModelArtifact:
