@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ProcessRole"]
-
 
 class ProcessRole(enum.StrEnum):
     """What a process does. A process holds a *set* of roles, and plugin policy is judged against the set."""

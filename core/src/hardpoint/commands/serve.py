@@ -11,8 +11,6 @@ from hardpoint.config.arguments import load_config
 from hardpoint.errors import ConfigError
 from hardpoint.logging import configure_logging
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_arguments(parser, with_server=True)

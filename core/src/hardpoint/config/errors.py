@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.suggest import did_you_mean
 
-__all__ = ["from_validation", "one_line", "unknown_setting"]
-
 _ENGINES = "engines"
 
 

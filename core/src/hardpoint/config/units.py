@@ -7,8 +7,6 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-__all__ = ["Bytes", "Count", "parse_bytes", "parse_count"]
-
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)()")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

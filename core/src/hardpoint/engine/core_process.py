@@ -27,8 +27,6 @@ from hardpoint.ipc import CodecError, Decoder, encode
 from hardpoint.process import announce_stop, boot
 from hardpoint.roles import ProcessRole
 
-__all__ = ["ENTRY", "EnginePayload", "EngineServer", "main"]
-
 _logger = logging.getLogger("hardpoint.engine")
 
 ENTRY = "hardpoint.engine.core_process:main"

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer
 
-__all__ = ["Detokenizer"]
-
 _logger = logging.getLogger("hardpoint.engine")
 
 

@@ -14,8 +14,6 @@ from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.rendering import ChatRenderer
 
-__all__ = ["Frontend"]
-
 
 class Frontend:
     """``chat_template`` overrides the tokenizer's own. Raises ``ModelFormatError`` for one that cannot be compiled."""

@@ -15,8 +15,6 @@ from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import EngineRequest, Int32Array, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "ProcessedRequest"]
-
 _INT64 = 2**64
 
 

@@ -10,8 +10,6 @@ from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.launch import Launch, prepare
 from hardpoint.roles import ProcessRole
 
-__all__ = ["Launcher", "launch_config", "launch_model"]
-
 Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
 
 

@@ -29,8 +29,6 @@ from hardpoint.plugins.hooks import HookRunner
 from hardpoint.process import announce_stop
 from hardpoint.roles import ProcessRole
 
-__all__ = ["LLM", "PromptLike"]
-
 PromptLike = str | Sequence[int] | Prompt
 ROLES = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
 DEFAULT_MAX_TOKENS = 256

@@ -15,8 +15,6 @@ from hardpoint.interfaces.request import EngineOutput, EngineOutputs, FinishReas
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor", "StatEvent"]
-
 _logger = logging.getLogger("hardpoint.engine")
 _REFUSALS: dict[str, type[HardpointError]] = {
     "dead": EngineDeadError,

@@ -20,8 +20,6 @@ from hardpoint.interfaces.request import EngineOutput, FinishReason, OutputKind,
 from hardpoint.interfaces.stat_logger import RequestFinished
 from hardpoint.interfaces.tokenizer import Tokenizer
 
-__all__ = ["LogprobTexts", "RequestState", "SequenceState"]
-
 MAX_UNREAD_LOGPROBS = 16_384
 """Log-probabilities kept for a reader of deltas; about a megabyte. One that falls further behind is cut off."""
 

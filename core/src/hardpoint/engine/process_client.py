@@ -22,8 +22,6 @@ from hardpoint.interfaces.request import EngineOutputs, EngineRequest
 from hardpoint.ipc import Decoder, create_runtime_dir, encode, private_ipc_address
 from hardpoint.process import ChildProcess, describe_exit, spawn
 
-__all__ = ["ProcessClient"]
-
 _logger = logging.getLogger("hardpoint.engine")
 LAST_WORDS_S = 0.1
 """After a child's exit: time for frames it had sent to arrive."""

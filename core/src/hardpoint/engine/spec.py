@@ -9,8 +9,6 @@ from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.scheduler import SchedulerLimits
 from hardpoint.interfaces.worker import WorkerConfig
 
-__all__ = ["EngineSpec"]
-
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine process needs; plugin fields are names of the kind they are called after.

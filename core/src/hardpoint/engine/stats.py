@@ -11,8 +11,6 @@ from hardpoint.engine.output_processor import StatEvent
 from hardpoint.errors import PluginError
 from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved
 
-__all__ = ["StatFanout"]
-
 _logger = logging.getLogger("hardpoint.engine")
 
 

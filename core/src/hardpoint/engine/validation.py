@@ -17,15 +17,6 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import Int32Array, SamplingParams
 
-__all__ = [
-    "max_prompt_chars",
-    "validate_batch",
-    "validate_options",
-    "validate_prompt",
-    "validate_sampling",
-    "validate_token_ids",
-]
-
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PRIORITY = 2**31 - 1
 MAX_CHARS_PER_TOKEN = 64

@@ -19,8 +19,6 @@ import numpy as np
 
 from hardpoint.errors import HardpointError
 
-__all__ = ["CodecError", "Decoder", "encode"]
-
 T = TypeVar("T")
 
 _ARRAY = 1

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from hardpoint.errors import ConfigError
 
-__all__ = ["create_runtime_dir", "private_ipc_address"]
-
 _PREFIX = "hardpoint-"
 _MARK = ".hardpoint-sockets"
 """In every folder made here, so that no other folder that happens to be called like one is ever removed."""

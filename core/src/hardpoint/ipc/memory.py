@@ -6,8 +6,6 @@ import os
 import sys
 import tempfile
 
-__all__ = ["anonymous_file"]
-
 
 def anonymous_file(label: str, size: int) -> int:
     """A new file of ``size`` zero bytes, not inherited unless passed on; ``label`` shows in memory maps.

@@ -14,8 +14,6 @@ from starlette.exceptions import HTTPException
 from hardpoint.errors import HardpointError
 from hardpoint.interfaces.endpoint import Endpoint, RequestFailure, describe_failure
 
-__all__ = ["describe", "install_handlers"]
-
 _logger = logging.getLogger("hardpoint.server")
 _HTTP_TEXTS: Mapping[int, tuple[str, str]] = {
     400: ("the request cannot be understood", "bad_request"),

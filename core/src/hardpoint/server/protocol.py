@@ -8,8 +8,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hardpoint.interfaces.endpoint import RequestFailure
 
-__all__ = ["MAX_BODY_PARTS", "bounded_protocol"]
-
 _LINGER_S = 1.0
 MAX_BODY_PARTS = 65_536
 """Pieces of one body. A body cut into tiny chunks costs far more to receive than its size says."""

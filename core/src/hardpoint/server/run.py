@@ -31,8 +31,6 @@ from hardpoint.server.keys import load_keys, require_safe_binding
 from hardpoint.server.protocol import bounded_protocol
 from hardpoint.version import __version__
 
-__all__ = ["HttpServer", "bind", "serve"]
-
 _logger = logging.getLogger("hardpoint.server")
 _BACKLOG = 2048
 _ECHO_S = 0.5
