@@ -212,6 +212,24 @@ def test_each_process_reports_what_it_loaded(start: Start) -> None:
     assert os.getpid() not in executor.pids
 
 
+def test_reports_tell_the_present_and_not_the_start(start: Start) -> None:
+    """R12.16: each call asks the worker processes anew; a worker that does not answer is named."""
+    executor = start(2, Fault("check_health", "hang", ranks=(1,)))
+    assert executor.load_reports() == executor.load_reports()
+    with pytest.raises(WorkerError):
+        executor.collective_rpc("check_health", timeout_s=0.2)
+    with pytest.raises(WorkerError, match=r"load_report took longer than .* ranks \[1\]"):
+        executor.load_reports()
+
+
+def test_a_lost_worker_has_no_report(start: Start) -> None:
+    executor = start(2, Fault("check_health", "exit", ranks=(1,)))
+    with pytest.raises(EngineDeadError):
+        executor.collective_rpc("check_health")
+    with pytest.raises(EngineDeadError):
+        executor.load_reports()
+
+
 def test_a_step_larger_than_any_buffer_arrives_whole(start: Start) -> None:
     """A prompt of a million tokens crosses in one message, and answers keep flowing while it is sent."""
     executor = start(2)

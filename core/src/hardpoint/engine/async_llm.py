@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from hardpoint.engine.frontend import Frontend
+from hardpoint.engine.io_tasks import process_task
 from hardpoint.engine.launching import launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.process_client import ProcessClient
@@ -20,10 +24,10 @@ from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, Req
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
 from hardpoint.interfaces.stat_logger import StatLogger
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.plugins.report import LoadReport
 from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.process import announce_start, announce_stop
 from hardpoint.roles import ProcessRole
-
-__all__ = ["AsyncLLM"]
 
 OFF_LOOP_CHARS = 4096
 """Texts longer than this are tokenized on a thread, so that other streams go on."""
@@ -54,6 +58,7 @@ class AsyncLLM:
         self._max_unfinished = max_unfinished
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
+        self._on_stop: Callable[[], None] = lambda: None
         self._is_draining = False
         self._changed = asyncio.Event()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -65,7 +70,14 @@ class AsyncLLM:
     async def create(cls, model: str, **settings: Any) -> AsyncLLM:
         """Start the engine of ``model``; ``settings`` are the command line's in their Python spelling."""
         launch = await asyncio.to_thread(launch_model, model, settings, frozenset({ProcessRole.API}))
-        return await cls.start(launch.spec, launch.runtime)
+        announce_start(launch.runtime)
+        try:
+            llm = await cls.start(launch.spec, launch.runtime)
+        except BaseException:
+            announce_stop(launch.runtime)
+            raise
+        llm._on_stop = partial(announce_stop, launch.runtime)
+        return llm
 
     @classmethod
     async def start(cls, spec: EngineSpec, runtime: PluginRuntime) -> AsyncLLM:
@@ -113,6 +125,9 @@ class AsyncLLM:
         self._latest = SchedulerStats(**fields)
         return self._latest
 
+    async def load_reports(self) -> tuple[LoadReport, ...]:
+        return msgspec.convert(await self.client.utility("load_reports"), tuple[LoadReport, ...])
+
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.client.utility("reset_prefix_cache"))
 
@@ -147,6 +162,9 @@ class AsyncLLM:
             if not state.finished:
                 self._abort(processed.request_id)
 
+    async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
+        return await process_task(self, self._frontend.io_processor, data, options)
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for the running ones. False when ``timeout_s`` passed first."""
         self._is_draining = True
@@ -169,6 +187,7 @@ class AsyncLLM:
             await self._flusher
         self.stats_fanout.flush()
         self._tokenizing.shutdown(wait=False)
+        self._on_stop()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -16,8 +16,6 @@ from hardpoint.interfaces.scheduler import Scheduler, SchedulerContext
 from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.runtime import PluginRuntime
 
-__all__ = ["build_engine", "engine_facts"]
-
 _logger = logging.getLogger("hardpoint.engine")
 
 
@@ -49,7 +47,7 @@ def engine_facts(core: EngineCore, spec: EngineSpec, runtime: PluginRuntime) -> 
         tasks=core.executor.supported_tasks(),
         num_blocks=blocks,
         capacity_tokens=blocks * spec.worker_config.block_size,
-        load_reports=(runtime.report(), *core.executor.load_reports()),
+        load_reports=tuple(core.load_reports()),
     )
 
 
@@ -63,7 +61,13 @@ def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) 
     scheduler: Scheduler = runtime.create("scheduler", spec.scheduler, context)
     executor.collective_rpc("warm_up")
     hooks = HookRunner.from_runtime(runtime)
-    return EngineCore(scheduler, executor, max_inflight_steps=spec.limits.max_inflight_steps, hook=hooks.call)
+    return EngineCore(
+        scheduler,
+        executor,
+        max_inflight_steps=spec.limits.max_inflight_steps,
+        hook=hooks.call,
+        load_reports=lambda: (runtime.report(), *executor.load_reports()),
+    )
 
 
 def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) -> KVCacheConfig:

@@ -17,20 +17,19 @@ from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, 
 from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SchedulerStats
 from hardpoint.interfaces.scheduler import PauseMode, Scheduler
-
-__all__ = ["ERROR_CODE", "UTILITIES", "EngineCore"]
+from hardpoint.plugins.report import LoadReport
 
 _logger = logging.getLogger("hardpoint.engine")
 
 ERROR_CODE = "error_code"
 """Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded``, ``not_ready``, ``dead``."""
 
-UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health")
+UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health", "load_reports")
 
 
 class EngineCore:
     """``hook(name, **arguments)`` calls this process's observers. ``wake`` may be set by the owner of the loop; it is
-    called from any thread when a worker dies.
+    called from any thread when a worker dies. ``load_reports`` tells the state of plugins here and in the workers.
 
     A failed step, scheduler or worker makes the engine dead: the state behind it is unknown, so every live request
     ends with ``ERROR`` and :attr:`dead_reason` says why. Failed rows of a step end only their own requests.
@@ -44,6 +43,7 @@ class EngineCore:
         max_inflight_steps: int = 1,
         grammar: GrammarSource | None = None,
         hook: Callable[..., None] = lambda name, **arguments: None,
+        load_reports: Callable[[], Sequence[LoadReport]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
@@ -51,6 +51,7 @@ class EngineCore:
         self.dead_reason: str | None = None
         self.is_draining = False
         self.made_progress = False
+        self.load_reports = load_reports
         self.wake: Callable[[], None] = lambda: None
         self._pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps, grammar=grammar)
         self._run_hook = hook
@@ -163,6 +164,8 @@ class EngineCore:
         if method == "check_health":
             self.executor.collective_rpc("check_health")
             return None
+        if method == "load_reports":
+            return tuple(self.load_reports())
         return getattr(self.scheduler, method)()
 
     def shutdown(self) -> None:

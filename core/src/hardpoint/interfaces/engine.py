@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hardpoint.interfaces.request import FinishReason, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.plugins.report import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,13 @@ class EngineClient(Protocol):
         ``EngineNotReadyError``.
         """
 
+    async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
+        """The JSON-able result of one task of the model's IO processor. Cancelling aborts its requests.
+
+        Raises what :meth:`generate` raises; ``InvalidRequestError`` with the code ``no_io_processor`` where the model
+        has none.
+        """
+
     def check_batch(self, num_prompts: int, n: int) -> None:
         """Prompts and sequences of one call, before anything is built for them. Raises ``InvalidRequestError``."""
 
@@ -160,7 +168,14 @@ class EngineClient(Protocol):
     def stats(self) -> SchedulerStats | None:
         """Latest statistics, None before the first step."""
 
-    async def reset_prefix_cache(self) -> bool: ...
+    async def reset_prefix_cache(self) -> bool:
+        """False when blocks are in use, so that nothing was dropped. Raises ``EngineDeadError``."""
+
+    async def load_reports(self) -> Sequence[LoadReport]:
+        """Plugins of the engine process and then of each worker process in rank order, as they are now.
+
+        The engine answers between two steps. Raises ``EngineDeadError``.
+        """
 
 
 class ModelRouter(Protocol):

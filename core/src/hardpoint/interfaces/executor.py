@@ -13,6 +13,7 @@ from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.plugins.report import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,11 @@ class Executor(ABC):
     @abstractmethod
     def world_size(self) -> int: ...
 
-    def load_reports(self) -> Sequence[Any]:
-        """A ``LoadReport`` of each worker process, in rank order; empty when workers live in this process."""
+    def load_reports(self) -> Sequence[LoadReport]:
+        """What each worker process says of its plugins now, in rank order; empty when workers live in this process.
+
+        Raises ``EngineDeadError`` when a worker is gone.
+        """
         return ()
 
     def kv_cache_specs(self) -> list[LayerSpec]:

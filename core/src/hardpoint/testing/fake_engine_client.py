@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hardpoint.engine.input_processor import InputProcessor, ProcessedRequest
+from hardpoint.engine.io_tasks import process_task
 from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import (
@@ -19,6 +20,7 @@ from hardpoint.interfaces.engine import (
     RequestOptions,
     RequestOutput,
 )
+from hardpoint.interfaces.io_processor import IOProcessor
 from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
@@ -52,6 +54,7 @@ class FakeEngineClient:
         limits: ModelLimits | None = None,
         step_s: float = 0.0,
         queue_limit: int | None = None,
+        io_processor: IOProcessor | None = None,
     ) -> None:
         self.model_name = model_name
         self.reply = reply
@@ -60,6 +63,7 @@ class FakeEngineClient:
         self.tasks: tuple[str, ...] = ("generate",)
         self.step_s = step_s
         self.queue_limit = queue_limit
+        self.io_processor = io_processor
         self.hold = asyncio.Event()
         self.hold.set()
         self.num_running = 0
@@ -94,6 +98,9 @@ class FakeEngineClient:
 
     def check_batch(self, num_prompts: int, n: int) -> None:
         validate_batch(num_prompts, n, self.limits)
+
+    async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
+        return await process_task(self, self.io_processor, data, options)
 
     def render_chat(
         self,

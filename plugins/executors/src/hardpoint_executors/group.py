@@ -16,7 +16,7 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 from hardpoint.interfaces import ExecutorContext, WorkerConfig
 from hardpoint.ipc import Decoder, encode
-from hardpoint.process import ChildProcess, LoadReport, describe_exit, spawn
+from hardpoint.process import ChildProcess, describe_exit, spawn
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import start_error
@@ -50,10 +50,9 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """All ranks of an executor in rank order, what they loaded, and the ring that carries calls to them."""
+    """All ranks of an executor in rank order, and the ring that carries calls to them."""
 
     ranks: tuple[RankProcess, ...]
-    reports: tuple[LoadReport, ...]
     calls: RingWriter
 
     def close(self) -> None:
@@ -82,7 +81,8 @@ def start_group(ctx: ExecutorContext, timeout_s: float) -> WorkerGroup:
             ranks.append(RankProcess(rank, process, near))
             # A grandchild may hold the far end open, so the channel alone does not tell of a death.
             process.on_exit(partial(_let_go, near, calls, rank))
-        return WorkerGroup(tuple(ranks), tuple(_wait_ready(ranks, timeout_s)), calls)
+        _wait_ready(ranks, timeout_s)
+        return WorkerGroup(tuple(ranks), calls)
     except BaseException:
         stop_ranks(ranks, 0.0)
         for channel in channels:
@@ -119,17 +119,17 @@ def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: Ring
     return spawn(_ENTRY, encode(start), name=f"worker-{config.parallel.rank}", pass_fds=inherited)
 
 
-def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> list[LoadReport]:
+def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     decoder = Decoder[StartAnswer](StartAnswer)
-    reports: dict[int, LoadReport] = {}
+    waiting = {entry.rank for entry in ranks}
     with selectors.DefaultSelector() as selector:
         for entry in ranks:
             selector.register(entry.channel, selectors.EVENT_READ, entry)
-        while len(reports) < len(ranks):
+        while waiting:
             events = selector.select(max(0.0, deadline - time.monotonic()))
             if not events:
-                late = ", ".join(entry.label for entry in ranks if entry.rank not in reports)
+                late = ", ".join(entry.label for entry in ranks if entry.rank in waiting)
                 raise EngineDeadError(
                     f"{late} not ready after {timeout_s:g} s; raise plugins.executor.multiproc.start_timeout_s"
                 )
@@ -141,9 +141,8 @@ def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> list[LoadRepo
                 answer = decoder.decode(frame)
                 if not isinstance(answer, WorkerReady):
                     raise start_error(entry.rank, answer.failure)
-                reports[entry.rank] = answer.report
+                waiting.remove(entry.rank)
                 selector.unregister(entry.channel)
-    return [reports[entry.rank] for entry in ranks]
 
 
 def stop_ranks(ranks: Sequence[RankProcess], timeout_s: float) -> None:

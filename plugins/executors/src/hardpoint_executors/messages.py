@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from hardpoint.interfaces import WorkerConfig
-from hardpoint.process import LoadReport
 from hardpoint_executors.rpc import RpcFailure
 
 __all__ = ["StartAnswer", "StartFailure", "WorkerReady", "WorkerStart"]
@@ -26,7 +25,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
-    report: LoadReport
+    """The worker is built and waits for calls."""
 
 
 class StartFailure(msgspec.Struct, frozen=True, tag=True):

@@ -25,11 +25,13 @@ from hardpoint.process import LoadReport
 from hardpoint_executors.context import require
 from hardpoint_executors.group import RankProcess, WorkerGroup, start_group, stop_ranks
 from hardpoint_executors.pending import PendingCalls
-from hardpoint_executors.rpc import RpcCodec
+from hardpoint_executors.rpc import LOAD_REPORT, RpcCodec
 
 __all__ = ["MultiprocExecutor", "MultiprocOptions", "create"]
 
 _GRACE_AFTER_FAILURE_S = 1.0
+_REPORT_S = 5.0
+"""A worker that is this late with its report hangs; the engine must not hang with it for long."""
 
 
 class MultiprocOptions(BaseModel):
@@ -79,7 +81,7 @@ class MultiprocExecutor(Executor):
         return tuple(entry.process.pid for entry in self._ranks)
 
     def load_reports(self) -> Sequence[LoadReport]:
-        return self._group.reports
+        return self.collective_rpc(LOAD_REPORT, timeout_s=_REPORT_S)
 
     def collective_rpc(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None

@@ -12,8 +12,15 @@ import msgspec
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.worker import WORKER_RPC, RpcMethod
 from hardpoint.ipc import CodecError, Decoder, encode
+from hardpoint.process import LoadReport
 
-__all__ = ["RpcCall", "RpcCodec", "RpcFailure", "RpcReply"]
+__all__ = ["LOAD_REPORT", "PROCESS_RPC", "RpcCall", "RpcCodec", "RpcFailure", "RpcReply"]
+
+LOAD_REPORT = "load_report"
+"""Answered by a worker process itself, whatever its worker is."""
+
+PROCESS_RPC: Mapping[str, RpcMethod] = {**WORKER_RPC, LOAD_REPORT: RpcMethod((), LoadReport)}
+"""What a worker process answers."""
 
 
 class RpcCall(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +63,7 @@ _NOTHING = msgspec.Raw(encode(None))
 class RpcCodec:
     """Encoders and decoders for one table of methods. Build it once per process."""
 
-    def __init__(self, methods: Mapping[str, RpcMethod] = WORKER_RPC) -> None:
+    def __init__(self, methods: Mapping[str, RpcMethod] = PROCESS_RPC) -> None:
         self._arguments = {name: Decoder[tuple[Any, ...]](_arguments_type(rpc)) for name, rpc in methods.items()}
         self._results = {name: Decoder[Any](rpc.result) for name, rpc in methods.items()}
         self._counts = {name: len(rpc.arguments) for name, rpc in methods.items()}

@@ -20,7 +20,8 @@ from hardpoint.interfaces import (
     Worker,
     plugin,
 )
-from hardpoint_executors.build import build_worker
+from hardpoint.interfaces.worker import WORKER_RPC
+from hardpoint_executors.build import build_worker, call_worker
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import worker_error
 from hardpoint_executors.outputs import OutputQueue
@@ -39,7 +40,8 @@ def create(ctx: ExecutorContext, options: NoOptions) -> UniprocExecutor:
             f"executor 'uniproc' runs one rank, but the world size is {config.parallel.world_size}; "
             f"choose --executor multiproc"
         )
-    return UniprocExecutor(build_worker(plugins, ctx.worker, config, ctx.worker_options))
+    worker = build_worker(plugins, ctx.worker, config, ctx.worker_options)
+    return UniprocExecutor(worker, partial(call_worker, worker, plugins=plugins, config=config))
 
 
 class UniprocExecutor(Executor):
@@ -48,9 +50,11 @@ class UniprocExecutor(Executor):
     A call cannot be interrupted: ``timeout_s`` has no effect but on the shutdown's wait for a device.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, call: Callable[[str, Sequence[Any]], Any]) -> None:
+        """``call`` runs a method of ``worker``."""
         self._worker = worker
-        self._codec = RpcCodec()
+        self._call_worker = call
+        self._codec = RpcCodec(WORKER_RPC)
         self._outputs = OutputQueue("outputs")
         self._is_shut_down = False
 
@@ -102,7 +106,7 @@ class UniprocExecutor(Executor):
         if self._is_shut_down:
             raise EngineDeadError("the executor is shut down")
         try:
-            return getattr(self._worker, method)(*args)
+            return self._call_worker(method, args)
         except Exception as error:
             raise _failed(method, error) from error
 

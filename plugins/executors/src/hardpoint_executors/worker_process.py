@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.interfaces.worker import PendingOutput, Worker
 from hardpoint.ipc import Decoder, encode
 from hardpoint.process import announce_stop, boot
-from hardpoint_executors.build import build_worker
+from hardpoint_executors.build import build_worker, call_worker
 from hardpoint_executors.channel import Channel
 from hardpoint_executors.messages import StartFailure, WorkerReady, WorkerStart
 from hardpoint_executors.outputs import OutputQueue
 from hardpoint_executors.ring import RingReader
-from hardpoint_executors.rpc import RpcCall, RpcCodec, RpcFailure
+from hardpoint_executors.rpc import LOAD_REPORT, RpcCall, RpcCodec, RpcFailure
 
 __all__ = ["main", "serve"]
 
@@ -35,18 +36,25 @@ def main(payload: bytes) -> int:
     except Exception as error:
         channel.send(encode(StartFailure(RpcFailure.of(error))))
         return 1
-    channel.send(encode(WorkerReady(runtime.report())))
+    channel.send(encode(WorkerReady()))
     try:
-        serve(worker, calls.receive, channel.send, rank)
+        serve(worker, calls.receive, channel.send, rank, {LOAD_REPORT: runtime.report})
     except BrokenPipeError:
         return 1
     announce_stop(runtime)
     return 0
 
 
-def serve(worker: Worker, receive: Callable[[], bytes | None], send: Callable[[bytes], None], rank: int) -> None:
+def serve(
+    worker: Worker,
+    receive: Callable[[], bytes | None],
+    send: Callable[[bytes], None],
+    rank: int,
+    own: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+) -> None:
     """Answer calls in order. Returns after ``shutdown``, or when the other end is gone.
 
+    ``own`` are the methods that the process answers in the worker's stead.
     ``send`` is used by one thread at a time. Raises ``OSError`` when an answer can no longer be delivered,
     ``CodecError`` for a frame that is no call at all.
     """
@@ -59,7 +67,7 @@ def serve(worker: Worker, receive: Callable[[], bytes | None], send: Callable[[b
         try:
             # Checks the method too, so nothing of the worker is touched before.
             arguments = codec.arguments(call)
-            result: Any = getattr(worker, call.method)(*arguments)
+            result: Any = (own.get(call.method) or getattr(worker, call.method))(*arguments)
         except Exception as error:
             result = error
         deliver = partial(_deliver, codec, call, rank, result, send)
