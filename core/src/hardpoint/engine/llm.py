@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from hardpoint.engine.build import build_engine
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.input_processor import ProcessedRequest
+from hardpoint.engine.io_tasks import start_task
 from hardpoint.engine.launching import Launcher, launch_config, launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.output_state import RequestState
@@ -25,8 +27,7 @@ from hardpoint.errors import EngineDeadError, InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.plugins.hooks import HookRunner
-from hardpoint.process import announce_stop
+from hardpoint.process import announce_start, announce_stop
 from hardpoint.roles import ProcessRole
 
 PromptLike = str | Sequence[int] | Prompt
@@ -44,9 +45,13 @@ class LLM:
 
     def __init__(self, model: str, *, launch: Launcher = launch_model, **settings: Any) -> None:
         started = launch(model, settings, ROLES)
-        HookRunner.from_runtime(started.runtime).call("process_started", roles=ROLES, rank=None)
-        frontend = Frontend.from_spec(started.spec, started.runtime)
-        core = build_engine(started.spec, started.runtime)
+        announce_start(started.runtime)
+        try:
+            frontend = Frontend.from_spec(started.spec, started.runtime)
+            core = build_engine(started.spec, started.runtime)
+        except BaseException:
+            announce_stop(started.runtime)
+            raise
         self._assemble(core, frontend, started.spec.max_unfinished, lambda: announce_stop(started.runtime))
 
     @classmethod
@@ -69,6 +74,7 @@ class LLM:
         self.limits: ModelLimits = frontend.limits
         self.render_chat = frontend.render_chat
         self._inputs = frontend.inputs
+        self._io_processor = frontend.io_processor
         self._max_unfinished = max_unfinished
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
         self._on_stop: Callable[[], None] | None = on_stop
@@ -118,6 +124,12 @@ class LLM:
         prompts = [self.render_chat(one, template_arguments=template_arguments) for one in several]
         return self.generate(prompts, params, show_progress=show_progress)
 
+    def process(self, data: Any, *, options: RequestOptions | None = None) -> Any:
+        """The result of one task of the model's IO processor. Raises ``InvalidRequestError`` where it has none."""
+        requests, finish = start_task(self._io_processor, data, self.limits)
+        prompts, params = [one.prompt for one in requests], [one.params for one in requests]
+        return finish(self.generate(prompts, params, options=options))
+
     def reset_prefix_cache(self) -> bool:
         return bool(self.core.utility("reset_prefix_cache"))
 
@@ -145,32 +157,23 @@ class LLM:
         return self._inputs.process(prompt, params, options, ids)
 
     def _run(self, processed: list[ProcessedRequest], show_progress: bool) -> list[RequestOutput]:
+        """Progress is one line on stderr, written anew."""
         states: list[RequestState] = []
-        progress = _progress(len(processed), show_progress)
-        num_done = 0
+        total, shown = len(processed), 0
         for _ in self._steps(processed, states):
             done = sum(state.finished for state in states)
-            if done > num_done:
-                progress(done)
-                num_done = done
+            if show_progress and done > shown:
+                shown = done
+                print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)
         return [_result(state) for state in states]
 
     def _stream(self, processed: list[ProcessedRequest]) -> Iterator[tuple[int, RequestOutput]]:
         states: list[RequestState] = []
-        for _ in self._steps(processed, states):
+        # Once more at the end: another call on this object may have computed our last tokens while nobody read here.
+        for _ in chain(self._steps(processed, states), (None,)):
             for index, state in enumerate(states):
-                if state.failure is not None:
-                    raise state.failure
-                output = state.take()
-                if output is not None:
+                if (output := state.take()) is not None:
                     yield index, output
-        # Another call on this object may have computed our last tokens while nobody read here.
-        for index, state in enumerate(states):
-            if state.failure is not None:
-                raise state.failure
-            output = state.take()
-            if output is not None:
-                yield index, output
 
     def _steps(self, processed: list[ProcessedRequest], states: list[RequestState]) -> Iterator[None]:
         """Step until all is done, filling ``states``; an exception or an early end aborts what still runs."""
@@ -200,9 +203,8 @@ class LLM:
         """Hand over what the waiting queue takes: an offline batch may be longer than a server's queue."""
         limit = self._max_unfinished
         while backlog:
-            count = len(backlog[0].requests)
             busy = self._outputs.num_sequences
-            if limit is not None and busy and busy + count > limit:
+            if limit is not None and busy and busy + len(backlog[0].requests) > limit:
                 return
             one = backlog.popleft()
             for request in one.requests:
@@ -212,8 +214,8 @@ class LLM:
 
 def _result(state: RequestState) -> RequestOutput:
     output = state.take()
-    if output is None or state.failure is not None:
-        raise state.failure or RuntimeError(f"request {state.processed.request_id} ended without an output")
+    if output is None:
+        raise RuntimeError(f"request {state.processed.request_id} ended without an output")
     return output
 
 
@@ -251,12 +253,3 @@ def _as_params(params: Any, count: int) -> list[Any]:
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} params for {count} prompts; give one, or one each", param="params")
     return list(params)
-
-
-def _progress(total: int, wanted: bool) -> Callable[[int], None]:
-    """Called with the number of prompts done; rewrites one line on stderr."""
-
-    def show(done: int) -> None:
-        print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    return show if wanted else lambda done: None

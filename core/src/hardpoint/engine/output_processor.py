@@ -125,10 +125,8 @@ class OutputProcessor:
             state.failure = refusal(output.error) if refusal is not None else None
         if used:
             self._count(state, used, tally)
-        if (
-            state.processed.params.output_kind is OutputKind.DELTA
-            and sequence.num_unread_logprobs > MAX_UNREAD_LOGPROBS
-        ):
+        is_read_by_parts = state.processed.params.output_kind is OutputKind.DELTA
+        if is_read_by_parts and sequence.num_unread_logprobs > MAX_UNREAD_LOGPROBS:
             self._end_sequence(sequence, "the output was read too slowly")
 
     def _end_sequence(self, sequence: SequenceState, error: str) -> None:

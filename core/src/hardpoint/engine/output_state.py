@@ -88,22 +88,19 @@ class SequenceState:
         if self._num_seen == self.num_tokens and self._end_seen == finished:
             return None
         self._num_seen, self._end_seen = self.num_tokens, finished
-        return self._delta(finished) if kind is OutputKind.DELTA else self._whole(finished)
+        return self._delta() if kind is OutputKind.DELTA else self.whole()
 
-    def _delta(self, finished: bool) -> CompletionOutput:
-        text = self._detokenizer.take(finished) if self._detokenizer else ""
+    def _delta(self) -> CompletionOutput:
+        text = self._detokenizer.take(self.finish_reason is not None) if self._detokenizer else ""
         token_ids, self._token_ids = tuple(self._token_ids), array("i")
         raw, self._raw_logprobs = self._raw_logprobs, []
         return self._completion(text, token_ids, [self._texts.position(position) for position in raw])
 
-    def _whole(self, finished: bool) -> CompletionOutput:
-        text = self._detokenizer.text(finished) if self._detokenizer else ""
+    def whole(self) -> CompletionOutput:
+        text = self._detokenizer.text(self.finish_reason is not None) if self._detokenizer else ""
         self._logprobs.extend(self._texts.position(position) for position in self._raw_logprobs)
         self._raw_logprobs.clear()
         return self._completion(text, tuple(self._token_ids), self._logprobs)
-
-    def whole(self) -> CompletionOutput:
-        return self._whole(self.finish_reason is not None)
 
     def _completion(self, text: str, token_ids: tuple[int, ...], logprobs: list[PositionLogprobs]) -> CompletionOutput:
         wanted = self.parent.processed.params.logprobs is not None
@@ -156,7 +153,9 @@ class RequestState:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def take(self) -> RequestOutput | None:
-        """The next output in the form the request asked for; None when there is nothing new."""
+        """The next output in the form the request asked for; None when there is nothing new. Raises :attr:`failure`."""
+        if self.failure is not None:
+            raise self.failure
         kind = self.processed.params.output_kind
         if kind is OutputKind.FINAL_ONLY and not self.finished:
             return None
