@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import torch
 
@@ -11,17 +10,17 @@ from hardpoint.errors import ConfigError, PluginNotFoundError, UnsupportedModelE
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.model import Model, ModelContext, StageRange
 from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
-from hardpoint.interfaces.plugin import PluginAccess, PluginContext
+from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
-from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
+from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.ops.seams import Kernels
+from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
 
-__all__ = ["DTYPES", "LoadedModel", "create_in_worker", "load_model", "torch_dtype"]
+__all__ = ["DTYPES", "LoadedModel", "load_model", "torch_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-ContextT = TypeVar("ContextT", bound=PluginContext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def load_model(
-    plugins: PluginAccess, config: WorkerConfig, backend: AttentionBackend, device: torch.device
+    plugins: PluginAccess,
+    config: WorkerConfig,
+    backend: AttentionBackend,
+    device: torch.device,
+    kernels: Kernels | None = None,
 ) -> LoadedModel:
-    """Create the architecture's model and fill it.
+    """Create the architecture's model, with ``kernels`` at the seams, and fill it.
 
     Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
     fit, ``ConfigError`` for a quantization method that refuses.
@@ -55,6 +58,7 @@ def load_model(
         dtype=torch_dtype(config.dtype),
         attention_backend=backend,
         quantization=quantization,
+        kernels=kernels,
     )
     model = _create_model(plugins, config, toolkit)
     loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))
@@ -62,19 +66,6 @@ def load_model(
     if isinstance(model, torch.nn.Module):
         model.eval().requires_grad_(False)
     return LoadedModel(model, toolkit, report)
-
-
-def extend_context(context_class: type[ContextT], base: PluginContext, **extra: Any) -> ContextT:
-    """A kind's own context from the plain one."""
-    common = {entry.name: getattr(base, entry.name) for entry in fields(PluginContext)}
-    return context_class(**common, **extra)
-
-
-def create_in_worker(plugins: PluginAccess, kind: str, name: str, config: WorkerConfig, device: torch.device) -> Any:
-    """A plugin of a kind whose context is the worker's."""
-    return plugins.create(
-        kind, name, extend_context(WorkerContext, plugins.context(kind, name), config=config, device=device)
-    )
 
 
 def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.platform import LogicalDevice, Platform
@@ -17,7 +18,10 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
-from hardpoint_torch_runtime.model_loading import LoadedModel, create_in_worker, load_model, torch_dtype
+from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
+from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
+from hardpoint_torch_runtime.ops.loading import load_custom_ops
+from hardpoint_torch_runtime.plugin_access import create_in_worker
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import BatchState
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
@@ -46,6 +50,23 @@ class TorchWorkerOptions(BaseModel):
     check_logits_processors: bool = Field(
         default=False, description="stop the step when a processor that declares itself argmax-invariant is not"
     )
+    custom_ops: tuple[str, ...] = Field(
+        default=(), description="`custom_op` plugins whose operators are registered before the model is created"
+    )
+    kernel_overrides: dict[str, str | tuple[str, ...]] = Field(
+        default={},
+        description="by seam, the `kernel_override` plugin to use there, or several in order of preference; "
+        "`reference` is the plain kernel",
+    )
+    use_kernel_overrides: bool = Field(
+        default=True, description="off: the plain kernel at every seam, to find out whether an override is at fault"
+    )
+
+    def named_overrides(self) -> dict[str, tuple[str, ...]]:
+        """``kernel_overrides`` with a single name as a list of one."""
+        return {
+            seam: (wanted,) if isinstance(wanted, str) else wanted for seam, wanted in self.kernel_overrides.items()
+        }
 
 
 class TorchWorker(Worker):
@@ -61,6 +82,7 @@ class TorchWorker(Worker):
         self._logger = ctx.logger
         self._device: torch.device | None = None
         self._loaded: LoadedModel | None = None
+        self._kernels: KernelTable | None = None
         self._backend: AttentionBackend | None = None
         self._need: AttentionNeed | None = None
         self._runner: ModelRunner | None = None
@@ -83,6 +105,13 @@ class TorchWorker(Worker):
         return self._loaded
 
     @property
+    def kernels(self) -> KernelTable:
+        """The kernel of every seam, and why it is that one."""
+        if self._kernels is None:
+            raise RuntimeError("the kernels are not chosen yet; call load_model first")
+        return self._kernels
+
+    @property
     def runner(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("the KV cache does not exist yet; call initialize_kv_cache first")
@@ -98,6 +127,9 @@ class TorchWorker(Worker):
 
     def load_model(self) -> None:
         started = time.perf_counter()
+        for name in self.options.custom_ops:
+            load_custom_ops(self._plugins, name, config=self.config, device=self.device)
+        self._kernels = self._select_kernels()
         need = attention_need(self.config, self._platform.describe(self._logical_device))
         kind = "attention_backend"
         choice = select_attention_backend(
@@ -109,7 +141,7 @@ class TorchWorker(Worker):
             logger=self._logger,
         )
         self._backend, self._need = choice.backend, need
-        self._loaded = load_model(self._plugins, self.config, choice.backend, self.device)
+        self._loaded = load_model(self._plugins, self.config, choice.backend, self.device, self._kernels.kernels)
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
             self.config.model.artifact.name,
@@ -161,7 +193,11 @@ class TorchWorker(Worker):
         )
         state = BatchState(slots, sampling, kv, PromptEmbeddings(), processors, refuse_row)
         inputs = InputBuilder(slots, worker.max_num_batched_tokens, self.device, groups.kernel_blocks)
-        sampler = Sampler(processors, checks_invariance=self.options.check_logits_processors)
+        sampler = Sampler(
+            processors,
+            checks_invariance=self.options.check_logits_processors,
+            truncate=self.kernels.kernels.top_k_top_p,
+        )
         self._runner = ModelRunner(self.loaded.model, groups, kv, state, inputs, sampler)
 
     def warm_up(self) -> None:
@@ -190,6 +226,22 @@ class TorchWorker(Worker):
         self._loaded = None
         self._backend = None
         gc.collect()
+
+    def _select_kernels(self) -> KernelTable:
+        def create(name: str) -> KernelOverride:
+            override: KernelOverride = create_in_worker(
+                self._plugins, "kernel_override", name, self.config, self.device
+            )
+            return override
+
+        case = KernelCase("", self.device.type, self.config.dtype, self.config.batch_invariant)
+        return select_kernels(
+            create,
+            self.options.named_overrides(),
+            case,
+            enabled=self.options.use_kernel_overrides,
+            logger=self._logger,
+        )
 
     def _logits_processors(self) -> list[LogitsProcessor]:
         return [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from hardpoint_torch_runtime.layers.linear import LinearFactory, OutputPart, ParallelLinear
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["LMHead", "VocabEmbedding"]
 
@@ -24,9 +24,10 @@ class VocabEmbedding(torch.nn.Module):
 
     def __init__(
         self, name: str, vocab_size: int, hidden_size: int, parallel: TensorParallel, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._kernel = (kernels or Kernels()).embedding
         self.name = name
         self.vocab_size = vocab_size
         self.parallel = parallel
@@ -38,10 +39,10 @@ class VocabEmbedding(torch.nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self._kernel(token_ids, self.weight)
         local = token_ids - self._part.start
         foreign = (local < 0) | (local >= self._part.length)
-        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        embedded = self._kernel(local.masked_fill(foreign, 0), self.weight)
         return self.parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
 
     def place(self, parameter: str, shard: str | None) -> Placement:
@@ -63,8 +64,10 @@ class LMHead(torch.nn.Module):
         tied_to: VocabEmbedding | None = None,
         *,
         bias: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
+        self._product = (kernels or Kernels()).linear
         self.name = name
         self.vocab_size = vocab_size
         self.parallel = factory.parallel
@@ -76,7 +79,7 @@ class LMHead(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.projection is None:
-            logits = F.linear(hidden, self._tied[0].weight)
+            logits = self._product(hidden, self._tied[0].weight, None)
         else:
             logits = self.projection(hidden)
         return logits if self.parallel.size == 1 else self.parallel.all_gather(logits)[..., : self.vocab_size]

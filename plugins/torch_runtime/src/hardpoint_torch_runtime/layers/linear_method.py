@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 
 from hardpoint.interfaces.model_source import WeightTensor
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
 from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.ops import reference
 
 __all__ = ["PackedLinearMethod", "PlacingLinearMethod", "UnquantizedLinearMethod"]
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """Weight [output, input], contiguous, so that applying it is a single matrix product."""
+    """Weight [output, input], contiguous, so that applying it is a single matrix product: the seam ``linear``."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = reference.linear,
+    ) -> None:
         self._dtype = dtype
         self._device = device
+        self._kernel = kernel
 
     def create_weights(self, layer: torch.nn.Module, shape: LinearShape) -> None:
         weight = torch.empty(shape.output_size, shape.input_size, dtype=self._dtype, device=self._device)
@@ -27,7 +34,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        return F.linear(x, weight, bias)
+        return self._kernel(x, weight, bias)
 
 
 @runtime_checkable

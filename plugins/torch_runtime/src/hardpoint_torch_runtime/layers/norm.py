@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["RMSNorm"]
 
@@ -12,23 +13,27 @@ class RMSNorm(torch.nn.Module):
     """``x / rms(x) * weight`` over the last dimension, accumulated in float32.
 
     With ``residual`` the sum ``x + residual`` is normalized and returned as the new residual; ``residual`` is updated
-    in place, so the caller must own it.
+    in place, so the caller must own it. The kernels are those of the seams ``rms_norm`` and ``add_rms_norm``.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         super().__init__()
+        kernels = kernels or Kernels()
         self.size = size
         self.eps = eps
-        self._shape = (size,)
+        self._norm, self._add_norm = kernels.rms_norm, kernels.add_rms_norm
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        return self._norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalized sum, the sum). ``residual`` None starts a stream: ``x`` becomes the residual, uncopied."""
-        residual = x if residual is None else residual.add_(x)
-        return F.rms_norm(residual, self._shape, self.weight, self.eps), residual
+        if residual is None:
+            return self._norm(x, self.weight, self.eps), x
+        return self._add_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"

@@ -7,11 +7,13 @@ Pairs are (i, i + R/2), the layout of Hugging Face checkpoints.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from hardpoint.errors import ModelFormatError
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
+from hardpoint_torch_runtime.ops import reference
 
 __all__ = ["RotaryEmbedding", "rotary_frequencies"]
 
@@ -67,14 +69,22 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 class RotaryEmbedding(torch.nn.Module):
     """Table of rotations for positions ``[0, max_position)``, looked up once per step and applied per layer.
 
-    ``cos`` and ``sin`` are float32 [P, R/2].
+    ``cos`` and ``sin`` are float32 [P, R/2]. ``kernel`` is that of the seam ``rotary_embedding``.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, head_size: int, max_position: int, rope: RopeParameters, device: torch.device) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        max_position: int,
+        rope: RopeParameters,
+        device: torch.device,
+        kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = reference.rotary_embedding,
+    ) -> None:
         super().__init__()
+        self._kernel = kernel
         self.head_size = head_size
         self.rotary_size = int(head_size * rope.partial_factor)
         self.max_position = max_position
@@ -96,16 +106,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate [T, H, D] in place (queries and keys may share one tensor) and return it."""
-        part = heads if self.rotary_size == self.head_size else heads[..., : self.rotary_size]
-        half = self.rotary_size // 2
-        if part.dtype == torch.float32:
-            swapped = torch.cat((part[..., half:], part[..., :half]), dim=-1)
-            part.mul_(cos).addcmul_(swapped, sin)
-            return heads
-        exact = part.float()
-        swapped = torch.cat((exact[..., half:], exact[..., :half]), dim=-1)
-        part.copy_(exact.mul_(cos).addcmul_(swapped, sin))
-        return heads
+        return self._kernel(heads, cos, sin, self.rotary_size)
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor

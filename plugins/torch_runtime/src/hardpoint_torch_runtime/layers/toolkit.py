@@ -26,6 +26,7 @@ from hardpoint_torch_runtime.layers.norm import RMSNorm
 from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
+from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["LayerToolkit"]
 
@@ -44,6 +45,9 @@ class LayerToolkit:
     attention_backend: AttentionBackend
     quantization: QuantizationMethod | None
     parallel: TensorParallel
+    kernels: Kernels = field(default_factory=Kernels)
+    """The kernels at the seams, which every layer takes its own from when it is created."""
+
     attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
     """Every attention layer created, by name, in model order."""
 
@@ -59,17 +63,18 @@ class LayerToolkit:
         attention_backend: AttentionBackend,
         quantization: QuantizationMethod | None = None,
         communicator: Communicator | None = None,
+        kernels: Kernels | None = None,
     ) -> LayerToolkit:
         """Raises ``ConfigError`` when ``config.parallel`` asks for tensor parallelism without a ``communicator``."""
         parallel = TensorParallel.from_slice(config.parallel, communicator)
-        return cls(config, device, dtype, attention_backend, quantization, parallel)
+        return cls(config, device, dtype, attention_backend, quantization, parallel, kernels or Kernels())
 
     # Linear layers.
 
     def linear_method(self, name: str, shape: LinearShape) -> LinearMethod:
         """The quantization's method for this layer, or the plain one."""
         chosen = self.quantization.linear_method(name, shape) if self.quantization is not None else None
-        return chosen if chosen is not None else UnquantizedLinearMethod(self.dtype, self.device)
+        return chosen if chosen is not None else UnquantizedLinearMethod(self.dtype, self.device, self.kernels.linear)
 
     @property
     def linear_factory(self) -> LinearFactory:
@@ -109,26 +114,26 @@ class LayerToolkit:
     # Vocabulary.
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> VocabEmbedding:
-        return VocabEmbedding(name, vocab_size, hidden_size, self.parallel, self.dtype, self.device)
+        return VocabEmbedding(name, vocab_size, hidden_size, self.parallel, self.dtype, self.device, self.kernels)
 
     def lm_head(
         self, name: str, vocab_size: int, hidden_size: int, *, tied_to: VocabEmbedding | None = None, bias: bool = False
     ) -> LMHead:
-        return LMHead(name, self.linear_factory, vocab_size, hidden_size, tied_to, bias=bias)
+        return LMHead(name, self.linear_factory, vocab_size, hidden_size, tied_to, bias=bias, kernels=self.kernels)
 
     # Everything else.
 
     def rms_norm(self, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(size, eps, self.dtype, self.device)
+        return RMSNorm(size, eps, self.dtype, self.device, self.kernels)
 
     def silu_and_mul(self) -> SiluAndMul:
-        return SiluAndMul()
+        return SiluAndMul(self.kernels.silu_and_mul)
 
     def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
         """A table long enough for ``max_model_len``; equal requests share one."""
         key = (head_size, self.config.max_model_len, rope)
         if key not in self._rotary:
-            self._rotary[key] = RotaryEmbedding(*key, self.device)
+            self._rotary[key] = RotaryEmbedding(*key, self.device, self.kernels.rotary_embedding)
         return self._rotary[key]
 
     def attention(

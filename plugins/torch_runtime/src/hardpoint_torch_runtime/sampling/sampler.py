@@ -7,7 +7,7 @@ greedy candidate, temperature, argmax-invariant processors, top-k and top-p, dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +43,18 @@ class Sampler:
     """Holds no batch state: equal logits and metadata give an equal result whatever ran before (R6.2).
 
     ``processors`` are the ``logits_processor`` plugins, in configured order. ``checks_invariance`` compares the argmax
-    around those that declare to keep it (R6.14), at the price of two more passes over the logits each.
+    around those that declare to keep it (R6.14), at the price of two more passes over the logits each. ``truncate`` is
+    the kernel of the seam ``top_k_top_p``; it is not called for rows that use neither.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor] = (), *, checks_invariance: bool = False) -> None:
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor] = (),
+        *,
+        checks_invariance: bool = False,
+        truncate: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor] = apply_top_k_top_p,
+    ) -> None:
+        self._truncate = truncate
         self._checks_invariance = checks_invariance
         self._changing = tuple(entry for entry in processors if not entry.argmax_invariant)
         self._invariant = tuple(entry for entry in processors if entry.argmax_invariant)
@@ -108,7 +116,8 @@ class Sampler:
         slots = metadata.slots[metadata.random_rows.cpu().numpy()]
         for processor in self._invariant:
             rows = self._apply_invariant(processor, rows, slots)
-        rows = apply_top_k_top_p(rows, metadata.top_k, metadata.top_p)
+        if metadata.top_k is not None or metadata.top_p is not None:
+            rows = self._truncate(rows, metadata.top_k, metadata.top_p)
         return draw(rows, metadata.uniforms)
 
     def _apply_invariant(self, processor: LogitsProcessor, rows: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
