@@ -61,6 +61,7 @@ def plugin_selection(
         "compiler": execution.compiler,
         "quantization": model.quantization,
         "weight_loader": model.loader,
+        "io_processor": model.io_processor,
     }
     policy = config.plugin_policy
     return PluginSelection.from_environment(
@@ -122,6 +123,9 @@ def prepare(
     settings = _settle(runtime, engine, info)
     _logger.info("model %s: %s, %s, read by %s", artifact.name, info.architecture, artifact.root, loader)
     plan = msgspec.structs.replace(_final_plan(runtime.plan, settings, loader), tasks=info.tasks)
+    io_processor = str(engine.model.io_processor or info.config.get("io_processor_plugin") or "")
+    if io_processor:
+        plan = plan.choose("io_processor", io_processor, SelectedBy.NAMED, "named by the operator or by the model")
     runtime.plan = plan
     for planned in plan.plugins:
         if planned.active:
@@ -149,6 +153,7 @@ def prepare(
             max_num_seqs=limits.max_num_seqs,
         ),
         num_blocks=engine.cache.num_kv_blocks,
+        io_processor=io_processor or None,
         chat_template=_read_template(engine.model.chat_template_file),
         runtime_dir=runtime_dir,
         log_level=config.log_level,

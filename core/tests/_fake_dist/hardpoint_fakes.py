@@ -18,12 +18,15 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from hardpoint.errors import HardpointError, ModelFormatError, WorkerError
+from hardpoint.errors import HardpointError, InvalidRequestError, ModelFormatError, WorkerError
 from hardpoint.interfaces import (
     DeviceDescription,
     EngineSettings,
     ExecutorContext,
     FullAttentionSpec,
+    IOProcessor,
+    IOProcessorContext,
+    IORequest,
     KVCacheConfig,
     KVCacheGroup,
     KVLayout,
@@ -247,6 +250,29 @@ def create_source(ctx: PluginContext, options: Any) -> ModelSource:
 @plugin("weight_loader", options=ScriptOptions)
 def create_loader(ctx: PluginContext, options: ScriptOptions) -> WeightLoader:
     return FakeLoader(options.script)
+
+
+class FakeProcessor(IOProcessor):
+    """``{"words": [...], "max_tokens": 4}`` becomes ``{"model": ..., "answers": {word: token ids}}``."""
+
+    def __init__(self, ctx: IOProcessorContext) -> None:
+        self.ctx = ctx
+
+    def parse(self, data: Any) -> Sequence[IORequest]:
+        if not isinstance(data, dict) or not isinstance(data.get("words"), list):
+            raise InvalidRequestError("'data' must hold 'words', a list of texts", param="data.words")
+        params = SamplingParams(temperature=0.0, max_tokens=data.get("max_tokens", 4), ignore_eos=True)
+        return [IORequest(Prompt(text=word), params, state=word) for word in data["words"]]
+
+    def finish(self, requests: Sequence[IORequest], outputs: Sequence[RequestOutput]) -> Any:
+        rows = zip(requests, outputs, strict=True)
+        answers = {request.state: list(output.outputs[0].token_ids) for request, output in rows}
+        return {"model": self.ctx.model_name, "answers": answers}
+
+
+@plugin("io_processor")
+def create_io_processor(ctx: IOProcessorContext, options: Any) -> IOProcessor:
+    return FakeProcessor(ctx)
 
 
 @plugin("stat_logger")

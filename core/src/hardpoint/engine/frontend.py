@@ -10,6 +10,7 @@ from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.validation import max_prompt_chars
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.engine import ModelLimits, Prompt
+from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.rendering import ChatRenderer
@@ -32,6 +33,7 @@ class Frontend:
         self.limits = limits
         self.model_name = model_name
         self.tasks = tasks
+        self.io_processor: IOProcessor | None = None
         self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids, tasks=tasks)
         try:
             self._renderer = ChatRenderer(tokenizer, chat_template, max_chars=max_prompt_chars(limits))
@@ -40,10 +42,10 @@ class Frontend:
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, runtime: PluginRuntime) -> Frontend:
-        """Loads the tokenizer through its plugin. Raises ``ModelFormatError`` and the plugin errors."""
+        """Loads tokenizer and IO processor through their plugins. Raises ``ModelFormatError`` and the plugin errors."""
         context = runtime.context("tokenizer", spec.tokenizer)
         provider: TokenizerProvider = runtime.create("tokenizer", spec.tokenizer, context)
-        return cls(
+        frontend = cls(
             provider.load(spec.model.artifact),
             spec.model_limits,
             model_name=spec.model_name,
@@ -51,6 +53,12 @@ class Frontend:
             eos_token_ids=_eos_token_ids(spec),
             chat_template=spec.chat_template,
         )
+        if spec.io_processor is not None:
+            facts = {"model": spec.model, "model_name": spec.model_name, "limits": spec.model_limits}
+            parts = {"tokenizer": frontend.tokenizer, "render_chat": frontend.render_chat}
+            io_context = runtime.context("io_processor", spec.io_processor, IOProcessorContext, **facts, **parts)
+            frontend.io_processor = runtime.create("io_processor", spec.io_processor, io_context)
+        return frontend
 
     def render_chat(
         self,

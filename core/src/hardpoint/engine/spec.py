@@ -18,6 +18,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         plan: the encoded plugin plan; every process boots from it.
         num_blocks: KV blocks including the null block, or None to divide the worker's budget.
         chat_template: overrides the tokenizer's own, or None.
+        io_processor: None for a model without one.
         runtime_dir: private folder (0700) for sockets.
         stall_after_s: the step loop counts as stalled when one step takes longer.
         drain_timeout_s: how long SIGTERM lets running requests go on before they are aborted.
@@ -38,6 +39,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_limits: ModelLimits
     num_blocks: int | None = None
     chat_template: str | None = None
+    io_processor: str | None = None
     runtime_dir: str = ""
     log_level: str = "INFO"
     stall_after_s: float = 30.0

@@ -20,7 +20,7 @@ from hardpoint.interfaces.engine import (
     RequestOptions, RequestOutput,
 )
 from hardpoint.interfaces.executor import Executor, ExecutorContext
-from hardpoint.interfaces.io_processor import IOProcessor
+from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
     AttentionSpec, BlockHash, BlockHashWithGroup, BlockHasher, DTYPE_BYTES, FullAttentionSpec, HashContext,
@@ -70,6 +70,7 @@ __all__ = [
     "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
     "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array",
     "FullAttentionSpec", "GrammarMask", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
+    "IOProcessorContext", "IORequest",
     "Int32Array", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout",
     "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec",
     "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays",

@@ -140,7 +140,7 @@ def missing_plugin(kind: str, name: str, installed: Iterable[str], refusal: str 
     if refusal:
         return PluginNotFoundError(f"{kind} plugin {name!r} is installed but refused: {refusal}")
     names = sorted(installed)
-    listed = f"{did_you_mean(name, names)}; installed: {', '.join(names) or 'none'}"
+    listed = f"{did_you_mean(name, names)}; installed: {', '.join(names) or 'none, but one is required'}"
     return PluginNotFoundError(f"no {kind} plugin {name!r}{listed}; {install_hint(kind, name)}")
 
 

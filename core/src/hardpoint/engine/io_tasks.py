@@ -1,0 +1,62 @@
+"""Runs one task of an IO processor: parse, generate every prompt, finish. The same for both front ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from hardpoint.engine.validation import validate_batch
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.engine import EngineClient, ModelLimits, RequestOptions, RequestOutput
+from hardpoint.interfaces.io_processor import IOProcessor, IORequest
+from hardpoint.interfaces.request import FinishReason, OutputKind
+
+
+def start_task(
+    processor: IOProcessor | None, data: Any, limits: ModelLimits
+) -> tuple[list[IORequest], Callable[[Sequence[RequestOutput]], Any]]:
+    """The prompts, and what makes the result of their outputs.
+
+    Raises ``InvalidRequestError`` without a processor, for data that it refuses, and for more prompts than allowed.
+    """
+    if processor is None:
+        message = "this model has no IO processor; the operator names one with --io-processor"
+        raise InvalidRequestError(message, param="model", code="no_io_processor")
+    requests = list(processor.parse(data))
+    validate_batch(len(requests), max((request.params.n for request in requests), default=1), limits)
+    return requests, partial(_finish, processor, requests)
+
+
+def _finish(processor: IOProcessor, requests: list[IORequest], outputs: Sequence[RequestOutput]) -> Any:
+    for output in outputs:
+        if any(sequence.finish_reason is FinishReason.ERROR for sequence in output.outputs):
+            message = output.error or "the request failed in the engine"
+            raise InvalidRequestError(message, code="request_failed", status=500)
+    return processor.finish(requests, outputs)
+
+
+async def process_task(
+    client: EngineClient, processor: IOProcessor | None, data: Any, options: RequestOptions | None = None
+) -> Any:
+    """All prompts at the same time; the first failure, or cancelling, aborts the others.
+
+    The processor runs on threads, so that it may take its time. Raises what it and ``client.generate`` raise.
+    """
+
+    async def last(request: IORequest) -> RequestOutput:
+        params = msgspec.structs.replace(request.params, output_kind=OutputKind.FINAL_ONLY)
+        async with contextlib.aclosing(client.generate(request.prompt, params, options)) as stream:
+            return [output async for output in stream][-1]
+
+    requests, finish = await asyncio.to_thread(start_task, processor, data, client.limits)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(last(request)) for request in requests]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return await asyncio.to_thread(finish, [task.result() for task in running])
