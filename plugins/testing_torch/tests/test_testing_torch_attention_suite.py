@@ -2,137 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hardpoint.interfaces.attention import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionLayerParams,
-    AttentionMetadataBuilder,
-    AttentionNeed,
-    BlockSizeRule,
-    CommonAttentionMetadata,
-)
-from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint.interfaces.attention import AttentionBackend, AttentionLayerParams, AttentionNeed, BlockSizeRule
+from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
+from hardpoint.testing.suite_runner import run_suite
 from hardpoint_testing_torch import (
     AttentionBackendSuite,
     AttentionProblem,
     AttentionShape,
+    PlainAttention,
+    PlainAttentionBackend,
     dense_attention,
     make_problem,
 )
 
-
-class PlainBuilder(AttentionMetadataBuilder):
-    def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> CommonAttentionMetadata:
-        return common
-
-
-class PlainImpl(AttentionImpl):
-    """Row by row, the shortest correct paged attention; knows windows and nothing else."""
-
-    def __init__(self, params: AttentionLayerParams) -> None:
-        self.params = params
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor | None,
-        metadata: Any | None,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        if metadata is None:
-            return output.zero_()
-        assert kv_cache is not None
-        for row in range(metadata.num_rows):
-            begin, end = metadata.query_start_loc_cpu[row : row + 2]
-            output[begin:end] = self.row(query[begin:end], kv_cache, metadata, row)
-        return output
-
-    def row(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
-        length = int(metadata.seq_lens_cpu[row])
-        blocks = metadata.block_table[row, : -(-length // metadata.block_size)].long()
-        states = cache[blocks].transpose(1, 2).flatten(0, 1)[: self.visible_length(length)]
-        keys, values = states.float().chunk(2, dim=-1)
-        group = self.params.num_heads // self.params.num_kv_heads
-        scores = torch.einsum("qhd,khd->hqk", query.float(), keys.repeat_interleave(group, 1)) * self.params.scale
-        positions = torch.arange(length - len(query), length)[:, None]
-        distance = positions - torch.arange(len(keys))[None]
-        hidden = distance < 0
-        if self.params.sliding_window is not None:
-            hidden |= distance >= self.params.sliding_window
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).to(query.dtype)
-
-    def visible_length(self, length: int) -> int:
-        return length
-
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        real = (slot_mapping >= 0).nonzero().flatten()
-        slots = slot_mapping[real]
-        states = torch.cat((key[real], value[real]), dim=-1)
-        kv_cache.transpose(1, 2)[slots // kv_cache.shape[2], slots % kv_cache.shape[2]] = states
+SOUND: PluginDeclaration[Any] = PluginDeclaration(
+    "attention_backend",
+    probe=lambda: ProbeResult(ProbeStatus.AVAILABLE, "there is a CPU"),
+    capabilities={"block_sizes": {"multiple_of": 1}, "returns_lse": False},
+)
 
 
-class PlainBackend(AttentionBackend):
-    name = "plain"
-    impl: type[PlainImpl] = PlainImpl
+class PlainSuite(AttentionBackendSuite):
+    """With a declaration, as if the backend were installed."""
 
-    def refuse(self, need: AttentionNeed) -> str | None:
-        if need.num_heads % need.num_kv_heads:
-            return f"{need.num_heads} heads over {need.num_kv_heads}"
-        plain = need.kind.value == "decoder" and need.logits_soft_cap is None
-        return None if plain and not (need.uses_alibi or need.uses_sinks) else "only plain decoders"
-
-    def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
-        return BlockSizeRule(multiple_of=1)
-
-    def create_builder(
-        self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
-    ) -> AttentionMetadataBuilder:
-        return PlainBuilder()
-
-    def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
-        return self.impl(params)
-
-
-class TestPlainBackend(AttentionBackendSuite):
     @pytest.fixture
     def backend(self) -> AttentionBackend:
-        return PlainBackend()
+        return PlainAttentionBackend()
+
+    @pytest.fixture
+    def declaration(self) -> PluginDeclaration[Any]:
+        return SOUND
 
 
-class WrongScale(PlainImpl):
+class TestPlainBackend(PlainSuite):
+    pass
+
+
+class WrongScale(PlainAttention):
     def __init__(self, params: AttentionLayerParams) -> None:
         super().__init__(replace(params, scale=params.scale * 1.05))
 
 
-class WindowOffByOne(PlainImpl):
+class WindowOffByOne(PlainAttention):
     def __init__(self, params: AttentionLayerParams) -> None:
         window = params.sliding_window
         super().__init__(replace(params, sliding_window=None if window is None else window + 1))
 
 
-class StaleTail(PlainImpl):
+class StaleTail(PlainAttention):
     """Reads one entry that belongs to nobody."""
 
-    def visible_length(self, length: int) -> int:
-        return length + 1
-
-    def row(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
-        return super().row(query, cache, metadata, row)
+    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        metadata.seq_lens_cpu = metadata.seq_lens_cpu + 1
+        return super().stored(cache, metadata, row)
 
 
-class WrongSlot(PlainImpl):
+class WrongSlot(PlainAttention):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
@@ -140,37 +72,133 @@ class WrongSlot(PlainImpl):
         super().write_kv(key, value, kv_cache, moved)
 
 
-class WritesPadding(PlainImpl):
+class WritesPadding(PlainAttention):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        super().write_kv(key, value, kv_cache, slot_mapping.clamp(min=0))
+        super().write_kv(key[: len(slot_mapping)], value[: len(slot_mapping)], kv_cache, slot_mapping.clamp(min=0))
 
 
-class NotCausal(PlainImpl):
-    def row(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
-        last = super().row(query[-1:], cache, metadata, row)
-        return last.expand_as(query)
+class NotCausal(PlainAttention):
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
+        return super().attend(query, keys, values, False)
 
 
-MUTANTS = [WrongScale, WindowOffByOne, StaleTail, WrongSlot, WritesPadding, NotCausal]
+class NoSinks(PlainAttention):
+    def __init__(self, params: AttentionLayerParams) -> None:
+        super().__init__(replace(params, sinks=None))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_mutant_fails(mutant: type[PlainImpl]) -> None:
-    class Mutated(PlainBackend):
+KERNEL_FAULTS = {
+    WrongScale: "test_equals_the_dense_answer",
+    WindowOffByOne: "test_sliding_window",
+    StaleTail: "test_equals_the_dense_answer",
+    WrongSlot: "test_writing_touches_exactly_the_addressed_slots",
+    WritesPadding: "test_writing_touches_exactly_the_addressed_slots",
+    NotCausal: "test_equals_the_dense_answer",
+    NoSinks: "test_score_features",
+}
+
+
+class TakesAnything(PlainAttentionBackend):
+    def refuse(self, need: AttentionNeed) -> str | None:
+        return None
+
+
+class RaisesInstead(PlainAttentionBackend):
+    def refuse(self, need: AttentionNeed) -> str | None:
+        if need.num_heads % need.num_kv_heads:
+            raise ValueError("no")
+        return None
+
+
+class SaysNothing(PlainAttentionBackend):
+    def refuse(self, need: AttentionNeed) -> str | None:
+        return "" if need.uses_mla else super().refuse(need)
+
+
+class ChangesItsMind(PlainAttentionBackend):
+    answers = itertools.count()
+
+    def refuse(self, need: AttentionNeed) -> str | None:
+        return f"refused for the {next(self.answers)}th time" if need.uses_mla else super().refuse(need)
+
+
+class TakesOtherBlocks(PlainAttentionBackend):
+    def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
+        return BlockSizeRule(multiple_of=4)
+
+
+class KeepsALogSumExp(PlainAttentionBackend):
+    returns_lse = True
+
+
+BACKEND_FAULTS = {
+    TakesAnything: "test_impossible_needs_are_refused",
+    RaisesInstead: "test_impossible_head_counts_are_refused",
+    SaysNothing: "test_rare_needs_get_an_answer",
+    ChangesItsMind: "test_rare_needs_get_an_answer",
+    TakesOtherBlocks: "test_it_declares_the_block_sizes_it_takes",
+    KeepsALogSumExp: "test_it_declares_what_it_can_do",
+}
+PROBES = {
+    "broken": lambda: ProbeResult(ProbeStatus.BROKEN, "the library is of another version"),
+    "mute": lambda: ProbeResult(ProbeStatus.AVAILABLE, ""),
+    "no result": lambda: True,
+}
+
+
+def failures(backend_class: type[PlainAttentionBackend], rule: str) -> dict[str, str]:
+    class Mutated(PlainSuite):
+        @pytest.fixture
+        def backend(self) -> AttentionBackend:
+            return backend_class()
+
+    return run_suite(Mutated, only=rule).failed
+
+
+@pytest.mark.parametrize("mutant", KERNEL_FAULTS, ids=lambda mutant: mutant.__name__)
+def test_a_wrong_kernel_fails(mutant: type[PlainAttention]) -> None:
+    class Mutated(PlainAttentionBackend):
         impl = mutant
 
-    suite, backend, base = AttentionBackendSuite(), Mutated(), AttentionShape()
-    mixed = [(17, 1), (5, 1), (0, 9), (12, 1), (3, 7), (30, 1)]
+    rule = KERNEL_FAULTS[mutant]
+    assert rule in failures(Mutated, rule)
 
-    def run() -> None:
-        suite.test_equals_the_dense_answer(backend, base, mixed, 4)
-        suite.test_sliding_window(backend, base, 5)
-        suite.test_writing_touches_exactly_the_addressed_slots(backend, base)
 
-    with pytest.raises(AssertionError):
-        run()
+@pytest.mark.parametrize("mutant", BACKEND_FAULTS, ids=lambda mutant: mutant.__name__)
+def test_a_wrong_answer_fails(mutant: type[PlainAttentionBackend]) -> None:
+    rule = BACKEND_FAULTS[mutant]
+    assert rule in failures(mutant, rule)
+
+
+def test_a_false_promise_of_batch_invariance_fails() -> None:
+    class Leaking(PlainAttention):
+        def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
+            return super().attend(query, keys, values, causal) * (1 + 1e-6 * self.rows)
+
+        def forward(self, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+            self.rows = rest[3].num_rows
+            return super().forward(query, *rest)
+
+    class Promising(PlainAttentionBackend):
+        impl = Leaking
+
+        def refuse(self, need: AttentionNeed) -> str | None:
+            return super().refuse(replace(need, batch_invariant=False))
+
+    rule = "test_batch_invariance_is_kept_where_it_is_accepted"
+    assert rule in failures(Promising, rule)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_faulty_probe_fails(name: str) -> None:
+    class Mutated(PlainSuite):
+        @pytest.fixture
+        def declaration(self) -> PluginDeclaration[Any]:
+            return replace(SOUND, probe=PROBES[name])  # type: ignore[arg-type]
+
+    assert "test_its_probe_answers" in run_suite(Mutated, only="probe").failed
 
 
 def test_the_oracle_agrees_with_torch_on_a_plain_prompt() -> None:

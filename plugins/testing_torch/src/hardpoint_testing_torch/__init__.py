@@ -11,6 +11,7 @@ from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, worker_config
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
+from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, weight_tensor
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model, model_info
 
@@ -20,6 +21,8 @@ __all__ = [
     "AttentionShape",
     "LocalDriver",
     "ParityHarness",
+    "PlainAttention",
+    "PlainAttentionBackend",
     "StateDictLoader",
     "TinyModel",
     "build_model",

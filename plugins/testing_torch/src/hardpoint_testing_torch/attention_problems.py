@@ -155,6 +155,20 @@ class AttentionProblem:
         )
         return replace(self, block_table=new_ids[self.block_table.long()].int())
 
+    def alone(self, row: int) -> AttentionProblem:
+        """Only ``row`` of the problem, in the same blocks."""
+        begin = sum(query for _, query in self.rows[:row])
+        step = slice(begin, begin + self.rows[row][1])
+        return replace(
+            self,
+            rows=self.rows[row : row + 1],
+            query=self.query[step],
+            key=self.key[step],
+            value=self.value[step],
+            history=self.history[row : row + 1],
+            block_table=self.block_table[row : row + 1],
+        )
+
     def padded(self, num_padding: int) -> AttentionProblem:
         """The same problem with NaN tokens behind the real ones (R5.48)."""
 

@@ -1,4 +1,4 @@
-"""Conformance tests of the kind ``attention_backend``; inherit and supply the fixture ``backend``.
+"""Conformance of the plugin kind ``attention_backend``: derive from :class:`AttentionBackendSuite` and name yours.
 
 Every requirement a backend accepts (``refuse`` is None) must be computed correctly; what it refuses is skipped, and the
 skip says why.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, KVWriteMode
+from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionNeed, BlockSizeRule, KVWriteMode
+from hardpoint.interfaces.platform import DeviceDescription
+from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
+from hardpoint.interfaces.worker import WorkerContext
+from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint_testing_torch.attention_problems import (
     LAYER,
     AttentionProblem,
@@ -25,6 +29,7 @@ from hardpoint_testing_torch.attention_problems import (
 
 __all__ = ["AttentionBackendSuite"]
 
+BLOCK_SIZES_CAPABILITY = "block_sizes"
 MIXED = [(17, 1), (5, 1), (0, 9), (12, 1), (3, 7), (30, 1)]
 """Three decodes, a first chunk, a later chunk and one more decode; contexts end inside, before and at block ends."""
 
@@ -38,9 +43,33 @@ SCORE_FEATURES = [
 ]
 
 
-class AttentionBackendSuite:
-    """Tolerances are relative to outputs of order one."""
+STRANGE_NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "a dtype nobody has": {"dtype": "float3_of_nobody", "kv_cache_dtype": "float3_of_nobody"},
+    "a KV dtype nobody has": {"kv_cache_dtype": "float3_of_nobody"},
+    "heads that do not divide": {"num_heads": 5, "num_kv_heads": 2},
+}
+"""Nobody can compute these, so accepting one of them means not to have looked."""
 
+RARE_NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "a device nobody has": {"device": DeviceDescription(device_type="abacus", name="an abacus")},
+    "latent attention": {"uses_mla": True},
+    "cross-attention": {"kind": AttentionKind.ENCODER_DECODER},
+    "an 8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
+    "a head size of 3": {"head_size": 3},
+    "head size 1024": {"head_size": 1024},
+    "no block size yet": {"block_size": None},
+    "batch invariance": {"batch_invariant": True},
+}
+
+
+class AttentionBackendSuite(PluginSuite):
+    """The contract of :class:`~hardpoint.interfaces.attention.AttentionBackend`.
+
+    Set ``plugin`` to the name of an installed backend, or override the fixture ``backend``. Tolerances are relative to
+    outputs of order one.
+    """
+
+    kind: ClassVar[str] = "attention_backend"
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {
         torch.float32: 2e-5,
         torch.bfloat16: 2e-2,
@@ -48,9 +77,19 @@ class AttentionBackendSuite:
     }
     head_sizes: ClassVar[tuple[int, ...]] = (64, 80, 128)
 
+    def create_backend(self, ctx: WorkerContext) -> AttentionBackend:
+        """The backend under test, as its factory makes it."""
+        made: AttentionBackend = self.create_plugin(ctx)
+        return made
+
     @pytest.fixture
     def backend(self) -> AttentionBackend:
-        raise TypeError(f"{type(self).__name__} must define the fixture 'backend'")
+        if self.plugin is not None:
+            declared = self.runtime().load_factory(self.kind, self.plugin).declaration
+            answer = declared.probe() if declared.probe is not None else None
+            if answer is not None and answer.status is not ProbeStatus.AVAILABLE:
+                pytest.skip(f"{self.plugin} is {answer.status} here: {answer.reason}")
+        return self.create_backend(self.context(WorkerContext, rank=0, device=torch.device("cpu")))
 
     @pytest.fixture
     def base(self, backend: AttentionBackend) -> AttentionShape:
@@ -185,6 +224,103 @@ class AttentionBackendSuite:
         tolerance = self.tolerance[base.dtype]
         torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+
+    def test_log_sum_exp_is_declared_if_it_is_there(self, backend: AttentionBackend, base: AttentionShape) -> None:
+        """The other way round: what is not declared raises ``TypeError`` instead of returning something."""
+        if backend.returns_lse:
+            pytest.skip(f"{backend.name} declares a log-sum-exp")
+        problem = make_problem(base, [(0, 3)])
+        impl = backend.create_impl(problem.params())
+        with pytest.raises(TypeError):
+            impl.forward_with_lse(problem.query, problem.kv_cache(), problem.common(), torch.empty_like(problem.query))
+
+    def test_fused_writing_fills_the_cache(self, backend: AttentionBackend, base: AttentionShape) -> None:
+        """A backend that declares to write in ``forward`` leaves the step's keys and values in the cache."""
+        if backend.kv_write_mode is not KVWriteMode.FUSED:
+            pytest.skip(f"{backend.name} writes the cache apart from forward")
+        problem = make_problem(base, MIXED)
+        cache = problem.kv_cache()
+        run_backend(backend, problem, cache)
+        by_slot = cache.transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(by_slot[problem.slot_mapping()], torch.cat((problem.key, problem.value), dim=-1))
+
+    def test_every_block_size_it_takes_is_computed(self, backend: AttentionBackend, base: AttentionShape) -> None:
+        """R5.15: all exact sizes of its rule, and the first multiples."""
+        rule = backend.block_sizes(base.need())
+        multiples = () if rule.multiple_of is None else (rule.multiple_of, 3 * rule.multiple_of)
+        sizes = [size for size in {*rule.exact, *multiples} if size <= 512]
+        for size in sizes:
+            self.check(backend, make_problem(_with(base, block_size=size), MIXED))
+
+    def test_it_declares_the_block_sizes_it_takes(
+        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration[Any]
+    ) -> None:
+        """The launcher aligns blocks by the declaration, the worker by the backend: both must say the same."""
+        stated = declaration.capabilities.get(BLOCK_SIZES_CAPABILITY)
+        if stated is None:
+            pytest.skip(f"{backend.name} declares no {BLOCK_SIZES_CAPABILITY!r}; the launcher then leaves it out")
+        declared = BlockSizeRule(stated.get("multiple_of"), tuple(stated.get("exact", ())))
+        real = backend.block_sizes(base.need())
+        differ = [size for size in range(1, 513) if declared.accepts(size) != real.accepts(size)]
+        assert not differ, f"declared: {declared}; block_sizes(): {real}; they differ for {differ[:8]}"
+
+    def test_it_declares_what_it_can_do(
+        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration[Any]
+    ) -> None:
+        """Capabilities that doctor shows agree with the answers, in both directions."""
+        declared = declaration.capabilities
+        answers: dict[str, Any] = {
+            "returns_lse": backend.returns_lse,
+            "kv_write_mode": str(backend.kv_write_mode),
+            "batch_invariant": self.reason(backend, replace(base.need(), batch_invariant=True)) is None,
+            "kinds": [
+                str(kind) for kind in AttentionKind if self.reason(backend, replace(base.need(), kind=kind)) is None
+            ],
+        }
+        for key in answers.keys() & declared.keys():
+            stated = sorted(declared[key]) if key == "kinds" else declared[key]
+            real = sorted(answers[key]) if key == "kinds" else answers[key]
+            assert stated == real, f"capability {key!r} is declared as {stated}, the backend answers {real}"
+
+    @pytest.mark.parametrize("name", STRANGE_NEEDS)
+    def test_impossible_needs_are_refused(self, backend: AttentionBackend, base: AttentionShape, name: str) -> None:
+        """R5.5: refusing at start is what keeps an unsupported combination out of the first forward."""
+        reason = self.reason(backend, replace(base.need(), **STRANGE_NEEDS[name]))
+        assert reason is not None, f"{backend.name} accepts {name}"
+
+    @pytest.mark.parametrize("name", RARE_NEEDS)
+    def test_rare_needs_get_an_answer(self, backend: AttentionBackend, base: AttentionShape, name: str) -> None:
+        """None or a reason, the same each time."""
+        need = replace(base.need(), **RARE_NEEDS[name])
+        assert self.reason(backend, need) == self.reason(backend, need), "refuse() is no pure function of its argument"
+
+    def reason(self, backend: AttentionBackend, need: AttentionNeed) -> str | None:
+        """The backend's answer, which must be None or words for people."""
+        answer = backend.refuse(need)
+        assert answer is None or (isinstance(answer, str) and answer.strip()), f"refuse() answers {answer!r}"
+        return answer
+
+    def test_batch_invariance_is_kept_where_it_is_accepted(
+        self, backend: AttentionBackend, base: AttentionShape
+    ) -> None:
+        """Equal bits for a row whatever its neighbors, if the backend accepts the need for it."""
+        reason = self.reason(backend, replace(base.need(), batch_invariant=True))
+        if reason is not None:
+            pytest.skip(f"{backend.name}: {reason}")
+        together = make_problem(base, LONG)
+        outputs = run_backend(backend, together).split([query for _, query in LONG])
+        for row, output in enumerate(outputs):
+            assert torch.equal(run_backend(backend, together.alone(row)), output), f"row {row} depends on its neighbors"
+
+    def test_its_probe_answers(self, declaration: PluginDeclaration[Any]) -> None:
+        """Available, absent or broken, with a reason; asking twice changes nothing."""
+        if declaration.probe is None:
+            pytest.skip("the backend declares no probe: it is taken to be available")
+        answer = declaration.probe()
+        assert isinstance(answer, ProbeResult), f"probe() answers {answer!r}"
+        assert answer.reason.strip(), "a probe gives a reason, also for being available"
+        assert declaration.probe().status is answer.status
+        assert answer.status is not ProbeStatus.BROKEN, answer.reason
 
     def test_impossible_head_counts_are_refused(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.12: a reason for people, not an exception."""
