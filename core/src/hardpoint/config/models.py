@@ -140,6 +140,10 @@ class ServerConfig(_Section):
     port: int = Field(default=8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     api_key: tuple[str, ...] = Field(default=(), description="key that requests must carry; repeatable")
     api_key_file: str | None = Field(default=None, description="file with one key per line")
+    admin_key: tuple[str, ...] = Field(
+        default=(), description="key for the routes of admin endpoints, which API keys do not open; repeatable"
+    )
+    admin_key_file: str | None = Field(default=None, description="file with one admin key per line")
     allow_anonymous: bool = Field(default=False, description="serve beyond loopback without any key")
     endpoints: tuple[str, ...] = Field(default=DEFAULT_ENDPOINTS, description="endpoint plugins that may open routes")
     max_body_bytes: Bytes = Field(default=64 * 2**20, ge=1024, description="largest request body")

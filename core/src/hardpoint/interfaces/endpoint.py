@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import ModelRouter
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter
+from hardpoint.plugins.report import LoadReport
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -75,12 +76,16 @@ def describe_failure(error: Exception) -> RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class EndpointContext(PluginContext):
-    """``exporters`` are the scrapeable stat loggers; ``is_draining`` tells whether shutdown has begun."""
+    """``exporters`` are the scrapeable stat loggers; ``is_draining`` tells whether shutdown has begun.
+
+    ``load_report`` is the state of plugins in this process, now; None outside a server.
+    """
 
     router: ModelRouter | None = None
     facts: ServerFacts | None = None
     exporters: Sequence[MetricsExporter] = ()
     is_draining: Callable[[], bool] = field(default=lambda: False)
+    load_report: Callable[[], LoadReport] | None = None
 
 
 class Endpoint(ABC):
@@ -88,7 +93,12 @@ class Endpoint(ABC):
 
     Handlers raise ``InvalidRequestError``, ``OverloadedError``, ``EngineDeadError``, ``EngineNotReadyError``; the shell
     turns them into the error form. A route that collides with another endpoint's refuses the start.
+
+    ``access`` says which keys open the routes: ``"admin"`` ones take an admin key only, and a server without any admin
+    key refuses to start with such an endpoint.
     """
+
+    access: ClassVar[Literal["api", "admin"]] = "api"
 
     @abstractmethod
     def routes(self) -> APIRouter: ...

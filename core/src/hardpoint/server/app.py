@@ -13,14 +13,12 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 
 from hardpoint.config import ServerConfig
-from hardpoint.errors import EngineNotReadyError, InvalidRequestError, PluginConflictError
+from hardpoint.errors import ConfigError, EngineNotReadyError, InvalidRequestError, PluginConflictError, PluginLoadError
 from hardpoint.interfaces.endpoint import Endpoint
 from hardpoint.interfaces.engine import EngineClient
 from hardpoint.server.errors import install_handlers
-from hardpoint.server.guards import PROBES, BodyGuard, HostGuard, KeyGuard, RequestId
+from hardpoint.server.guards import PROBES, AdminRoute, BodyGuard, HostGuard, KeyGuard, RequestId
 from hardpoint.version import __version__
-
-__all__ = ["Engines", "create_app", "started"]
 
 
 class Engines:
@@ -71,10 +69,18 @@ class Engines:
 
 
 def create_app(
-    config: ServerConfig, engines: Engines, endpoints: Mapping[str, Endpoint], keys: Sequence[str]
+    config: ServerConfig,
+    engines: Engines,
+    endpoints: Mapping[str, Endpoint],
+    keys: Sequence[str],
+    admin_keys: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """The guarded application. Raises ``PluginConflictError`` when two endpoints claim one route."""
+    """The guarded application.
 
+    Raises ``PluginConflictError`` when two endpoints claim one route, ``PluginLoadError`` for one of unknown access,
+    ``ConfigError`` for an admin endpoint without any admin key.
+    """
+    _check_access(endpoints, admin_keys)
     app = FastAPI(
         title="Hardpoint",
         version=__version__,
@@ -88,7 +94,7 @@ def create_app(
     owners = _mount(app, endpoints)
     install_handlers(app, owners)
     guarded: Any = BodyGuard(app, config)
-    guarded = KeyGuard(guarded, keys)
+    guarded = KeyGuard(guarded, keys, admin_keys)
     guarded = HostGuard(guarded, config)
     return RequestId(guarded)
 
@@ -101,6 +107,17 @@ async def started(endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
             await endpoint.start()
             stack.push_async_callback(endpoint.stop)
         yield
+
+
+def _check_access(endpoints: Mapping[str, Endpoint], admin_keys: Sequence[str]) -> None:
+    for name, endpoint in endpoints.items():
+        if endpoint.access not in ("api", "admin"):
+            raise PluginLoadError(f"endpoint {name!r} has access {endpoint.access!r}; it must be 'api' or 'admin'")
+        if endpoint.access == "admin" and not admin_keys:
+            raise ConfigError(
+                f"endpoint {name!r} has admin routes, but no admin key is set: give one with --admin-key-file, "
+                "HARDPOINT_ADMIN_KEY or --admin-key, or take the endpoint out of server.endpoints"
+            )
 
 
 def _add_probes(app: FastAPI, engines: Engines) -> None:
@@ -151,5 +168,8 @@ def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[Callable[...
                     )
             claims.append(claim)
             owners[route.endpoint] = endpoint
-        app.include_router(router)
+        if endpoint.access == "admin":
+            app.router.routes.extend(AdminRoute(route) for route in router.routes)
+        else:
+            app.include_router(router)
     return owners

@@ -11,16 +11,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from starlette.routing import BaseRoute
 
 from hardpoint.config import ServerConfig
 from hardpoint.interfaces.endpoint import RequestFailure
 from hardpoint.server.keys import is_loopback
 
-__all__ = ["PROBES", "BodyGuard", "HostGuard", "KeyGuard", "RequestId"]
-
 PROBES = ("/live", "/ready")
 """The only paths that need no key."""
 
+_ACCESS = "hardpoint.access"
+"""Key in a request's scope: ``"admin"`` or ``"api"`` by the key it came with, None without a known one."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SCAN_BYTES = 1 << 20
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
@@ -120,24 +121,30 @@ def _host_name(location: str) -> str | None:
 
 
 class KeyGuard(_Guard):
-    """Every path needs a key but the probes. Keys are compared as digests in constant time."""
+    """Every path needs a key but the probes. Keys are compared as digests in constant time.
 
-    def __init__(self, app: Any, keys: Iterable[str]) -> None:
+    Which kind of key a request has is noted in its scope, for :class:`AdminRoute`. An admin key is an API key too.
+    """
+
+    def __init__(self, app: Any, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         super().__init__(app)
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [(hashlib.sha256(key.encode()).digest(), "api") for key in keys]
+        self._is_open = not self._digests
+        self._digests += [(hashlib.sha256(key.encode()).digest(), "admin") for key in admin_keys]
 
     def judge(self, scope: Scope) -> RequestFailure | None:
-        if not self._digests or (scope["path"] in PROBES and scope["method"] in ("GET", "HEAD")):
-            return None
+        scope[_ACCESS] = access = self._access(scope)
+        is_probe = scope["path"] in PROBES and scope["method"] in ("GET", "HEAD")
+        return None if access is not None or self._is_open or is_probe else _no_key("a valid API key is required")
+
+    def _access(self, scope: Scope) -> str | None:
         given = self._given(scope)
-        if given is not None:
-            digest = hashlib.sha256(given).digest()
-            # Every key is compared, so that the time tells nothing about which one came close.
-            matches = [hmac.compare_digest(digest, known) for known in self._digests]
-            if any(matches):
-                return None
-        challenge = {"WWW-Authenticate": "Bearer"}
-        return RequestFailure(401, "a valid API key is required", None, "invalid_api_key", challenge)
+        if given is None:
+            return None
+        digest = hashlib.sha256(given).digest()
+        # Every key is compared, so that the time tells nothing about which one came close.
+        matches = [access for known, access in self._digests if hmac.compare_digest(digest, known)]
+        return matches[0] if matches else None
 
     def _given(self, scope: Scope) -> bytes | None:
         for value in _headers(scope, b"authorization"):
@@ -146,6 +153,30 @@ class KeyGuard(_Guard):
                 return key.strip()
         keys = _headers(scope, b"x-api-key")
         return keys[0].strip() if keys else None
+
+
+class AdminRoute(BaseRoute):
+    """A route of an admin endpoint. It asks for the key itself, so no spelling of a path that leads to it avoids it."""
+
+    def __init__(self, route: BaseRoute) -> None:
+        self._route = route
+
+    def matches(self, scope: Scope) -> Any:
+        return self._route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        access = scope.get(_ACCESS)
+        if access == "admin":
+            await self._route.handle(scope, receive, send)
+        elif access is None:
+            await _refuse(send, _no_key("a valid admin key is required"))
+        else:
+            message = "this route needs an admin key; an API key is not enough"
+            await _refuse(send, RequestFailure(403, message, None, "admin_key_required"))
+
+
+def _no_key(message: str) -> RequestFailure:
+    return RequestFailure(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
 class BodyGuard(_Guard):

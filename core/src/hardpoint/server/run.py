@@ -27,7 +27,7 @@ from hardpoint.plugins import HookRunner, PluginRuntime
 from hardpoint.process import announce_stop
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
-from hardpoint.server.keys import load_keys, require_safe_binding
+from hardpoint.server.keys import load_admin_keys, load_keys, require_safe_binding
 from hardpoint.server.protocol import bounded_protocol
 from hardpoint.version import __version__
 
@@ -46,6 +46,7 @@ def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
     """
     keys = load_keys(config.server)
     require_safe_binding(config.server, keys)
+    admin_keys = load_admin_keys(config.server)
     with bind(config.server) as listener:
         (name,) = config.engines
         launch = prepare(
@@ -55,7 +56,7 @@ def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
             roles=frozenset({ProcessRole.API}),
             runtime_dir=create_runtime_dir(),
         )
-        parts = _build(config, launch, name, keys)
+        parts = _build(config, launch, name, keys, admin_keys)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_Service(config.server, launch, name, parts).run(listener))
     return 0
@@ -97,7 +98,7 @@ class _Parts:
     app: Callable[..., Any]
 
 
-def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...]) -> _Parts:
+def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> _Parts:
     """The application, before there is an engine. Raises the plugin errors."""
     runtime, engines = launch.runtime, Engines([name])
     loggers: dict[str, StatLogger] = runtime.create_all("stat_logger")
@@ -114,10 +115,10 @@ def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...]) 
 
     def context(endpoint: str) -> PluginContext:
         shared = {"router": engines, "facts": facts, "exporters": exporters, "is_draining": lambda: engines.draining}
-        return runtime.context("endpoint", endpoint, EndpointContext, **shared)
+        return runtime.context("endpoint", endpoint, EndpointContext, load_report=runtime.report, **shared)
 
     endpoints: dict[str, Endpoint] = runtime.create_all("endpoint", context)
-    return _Parts(engines, endpoints, create_app(config.server, engines, endpoints, keys))
+    return _Parts(engines, endpoints, create_app(config.server, engines, endpoints, keys, admin_keys))
 
 
 class _Service:
