@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import PluginError
+from hardpoint.plugins.plan import PlannedPlugin
 from hardpoint.plugins.records import DiscoveredPlugin
 
-__all__ = ["MANIFEST_FILE", "Manifest", "PluginManifest", "load_manifest"]
+__all__ = ["MANIFEST_FILE", "UNCHECKED", "Manifest", "PluginManifest", "load_manifest"]
 
 MANIFEST_FILE = "hardpoint.json"
+UNCHECKED = "unchecked"
+"""Key of a schema that tells less than the model accepts: values are then judged where the plugin loads."""
 
 
 class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,6 +27,14 @@ class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architectures: tuple[str, ...] = ()
     capabilities: dict[str, Any] = {}
 
+    @property
+    def options_object(self) -> dict[str, Any]:
+        """The part of ``options`` that holds ``properties``; a model that contains itself is held by reference."""
+        schema = self.options or {}
+        reference = str(schema.get("$ref", "")).rpartition("/")[2]
+        found: dict[str, Any] = schema.get("$defs", {}).get(reference, schema)
+        return found
+
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file: kind, then plugin name, then entry."""
@@ -32,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_version: int = 1
 
 
-def load_manifest(plugin: DiscoveredPlugin) -> PluginManifest | None:
+def load_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> PluginManifest | None:
     """The manifest entry of ``plugin``, or ``None`` when its package ships none.
 
     Only the spec of the top-level package is looked up, so no code of the plugin runs. Raises ``PluginError`` naming

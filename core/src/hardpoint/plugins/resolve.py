@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint.errors import ConfigError, HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.kinds import KINDS, Cardinality, KindSpec, Trust, missing_plugin
-from hardpoint.plugins.manifest import PluginManifest, load_manifest
+from hardpoint.plugins.manifest import UNCHECKED, PluginManifest, load_manifest
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin
 from hardpoint.plugins.selection import ALLOW_VARIABLE, ENDPOINT_SETTING, PluginSelection
@@ -55,6 +55,17 @@ def unknown_options(kind: str, name: str, given: Iterable[str], known: Iterable[
         for key in given
         if key not in known
     ]
+
+
+def _option_faults(plugin: DiscoveredPlugin, manifest: PluginManifest, given: dict[str, Any]) -> list[str]:
+    """What is certain to be refused where the plugin loads."""
+    known = manifest.options_object
+    if manifest.options is None or known.get(UNCHECKED):
+        return []
+    from hardpoint.plugins.schema import schema_faults  # brings pydantic along, which lists and reports do without
+
+    unknown = unknown_options(plugin.kind, plugin.name, given, known.get("properties", {}))
+    return unknown or schema_faults(plugin.kind, plugin.name, manifest.options, given)
 
 
 def unmet_tasks(required: Iterable[str], offered: Iterable[str] | None) -> str:
@@ -183,16 +194,15 @@ class _Draft:
 
     def _options(self, plugin: DiscoveredPlugin) -> dict[str, Any]:
         given = self.selection.options.get(plugin.kind, {}).get(plugin.name, {})
-        manifest = self._manifest(plugin) if given else None
-        if manifest is not None and manifest.options is not None:
-            unknown = unknown_options(plugin.kind, plugin.name, given, manifest.options.get("properties", {}))
-            self.problems += [ConfigError(message) for message in unknown]
         try:
             # The launcher keeps what a child will decode, so every process sees equal options.
             plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(given))
         except (TypeError, OverflowError) as error:
             self.problems.append(ConfigError(f"plugins.{plugin.kind}.{plugin.name} is not plain data: {error}"))
             return {}
+        manifest = self._manifest(plugin) if given else None
+        if manifest is not None:
+            self.problems += map(ConfigError, _option_faults(plugin, manifest, plain))
         return plain
 
     def _manifest(self, plugin: DiscoveredPlugin) -> PluginManifest | None:
