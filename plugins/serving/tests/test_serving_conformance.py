@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from hardpoint.interfaces import Endpoint, EndpointContext, NoOptions
+import pytest
+
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces import IOProcessor, IORequest, Prompt, RequestOutput, SamplingParams
+from hardpoint.testing import FakeEngineClient
 from hardpoint.testing.asgi_client import Call
 from hardpoint.testing.endpoint_suite import EndpointSuite
-from hardpoint_serving.openai import OpenAIOptions
-from hardpoint_serving.openai import create as create_openai
-from hardpoint_serving.ops import create as create_ops
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 5}
 
 
 class TestOpenAI(EndpointSuite):
+    plugin: ClassVar[str | None] = "openai"
     calls: ClassVar[tuple[Call, ...]] = (
         Call("POST", "/v1/chat/completions", CHAT),
         Call("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
@@ -25,14 +28,33 @@ class TestOpenAI(EndpointSuite):
         Call("GET", "/v1/models/fake"),
     )
 
-    def create_endpoint(self, ctx: EndpointContext) -> Endpoint:
-        return create_openai(ctx, OpenAIOptions())
-
 
 class TestOps(EndpointSuite):
+    plugin: ClassVar[str | None] = "ops"
     calls: ClassVar[tuple[Call, ...]] = tuple(
         Call("GET", path) for path in ("/health", "/version", "/metrics", "/load")
     )
 
-    def create_endpoint(self, ctx: EndpointContext) -> Endpoint:
-        return create_ops(ctx, NoOptions())
+
+class Answers(IOProcessor):
+    """A list of questions becomes the list of answers."""
+
+    def parse(self, data: Any) -> Sequence[IORequest]:
+        if not isinstance(data, list) or not all(isinstance(text, str) and text.isprintable() for text in data):
+            raise InvalidRequestError("data must be a list of texts", param="data")
+        return [IORequest(Prompt(text=text), SamplingParams(max_tokens=5)) for text in data]
+
+    def finish(self, requests: Sequence[IORequest], outputs: Sequence[RequestOutput]) -> Any:
+        return [output.outputs[0].text for output in outputs]
+
+
+class TestProcess(EndpointSuite):
+    plugin: ClassVar[str | None] = "process"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/v1/process", {"model": "fake", "data": ["why?", "when?"]}),
+        Call("POST", "/v1/process", {"data": ["why?"]}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(io_processor=Answers())
