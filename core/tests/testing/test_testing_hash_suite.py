@@ -109,7 +109,7 @@ def test_a_function_that_differs_between_processes_fails(tmp_path: Path, monkeyp
         "    return Own()\n"
     )
     (tmp_path / "own_hash_plugin.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
 
     class Suite(HashSuite):
         entry: ClassVar[str | None] = "own_hash_plugin:create"

@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from hardpoint.errors import PluginLoadError
+from hardpoint.plugins import discover
 from hardpoint.testing import plugin_suite
 from hardpoint.testing.kits import kinds_with_kit, kit_of, suite_for
 from hardpoint.testing.plugin_suite import PluginSuite
@@ -58,7 +59,6 @@ def install(
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     plugin_suite._plan.cache_clear()
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
@@ -130,7 +130,8 @@ def test_a_plugins_own_class_comes_before_its_kinds(site: Path) -> None:
     points = site / "acme_hash-1.0.dist-info/entry_points.txt"
     own = "[hardpoint.conformance.v1]\nhash.acme = acme_hash_check:TestAcme\nbad = acme_hash:create\n"
     points.write_text(points.read_text() + own)
-    suite = suite_for("hash", "acme")
+    (found,) = [entry for entry in discover().of("hash") if entry.name == "acme"]
+    suite = suite_for(found)
     assert suite is not None
     assert suite.plugin == "acme"
     assert vars(suite.__mro__[1])["mine"]

@@ -22,6 +22,8 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "doctor": Subcommand(
         "hardpoint.plugins.doctor_command", "explain what is used, refused or wrong; exit status 1 if anything is"
     ),
+    "new": Subcommand("hardpoint.testing.commands.new", "write an installable package with a plugin that works"),
+    "test": Subcommand("hardpoint.testing.commands.test", "hold installed plugins against the rules of their kinds"),
 }
 
 

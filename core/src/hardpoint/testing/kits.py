@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.manifest import load_manifest
 from hardpoint.plugins.records import DiscoveredPlugin
 from hardpoint.testing.plugin_suite import PluginSuite
 
@@ -33,14 +34,22 @@ def kit_of(kind: str) -> type[PluginSuite] | None:
     return None if entry is None else _load(entry)
 
 
-def suite_for(kind: str, name: str) -> type[PluginSuite] | None:
-    """The class to hold the installed plugin against: its own, else its kind's, else ``None``."""
-    own = _entries().get(f"{kind}.{name}")
-    kit = _load(own) if own is not None else kit_of(kind)
+def suite_for(plugin: DiscoveredPlugin) -> type[PluginSuite] | None:
+    """The class to hold an installed plugin against: its own, else its kind's, else ``None``.
+
+    Capabilities of its manifest that are named like a switch of the class (``preempts``) set it: what a plugin claims
+    is what it is held to.
+    """
+    own = _entries().get(f"{plugin.kind}.{plugin.name}")
+    kit = _load(own) if own is not None else kit_of(plugin.kind)
     if kit is None:
         return None
-    title = f"Test_{kind}_{name}".replace("-", "_").replace(".", "_")
-    return type(title, (kit,), {"plugin": name, "__module__": kit.__module__, "__doc__": kit.__doc__})
+    manifest = load_manifest(plugin)
+    claimed = manifest.capabilities if manifest is not None else {}
+    switches = {key: value for key, value in claimed.items() if type(value) is type(getattr(kit, key, None))}
+    title = f"Test_{plugin.kind}_{plugin.name}".replace("-", "_").replace(".", "_")
+    fixed = {"plugin": plugin.name, "__module__": kit.__module__, "__doc__": kit.__doc__}
+    return type(title, (kit,), {**switches, **fixed})
 
 
 def _load(entry: DiscoveredPlugin) -> type[PluginSuite]:

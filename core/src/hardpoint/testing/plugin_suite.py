@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from abc import ABC
@@ -122,6 +123,7 @@ class PluginSuite(ABC):  # noqa: B024 (kinds whose material only the author has 
             text=True,
             timeout=120,
             check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert done.returncode == 0, done.stderr
         found = msgspec.json.decode(done.stdout.splitlines()[-1])

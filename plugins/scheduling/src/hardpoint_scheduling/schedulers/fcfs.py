@@ -252,7 +252,10 @@ def check_limits(limits: SchedulerLimits) -> None:
         )
 
 
-@plugin("scheduler")
+@plugin(
+    "scheduler",
+    capabilities={"preempts": True, "caches_prefixes": True, "deadlines": True, "unchunked": True, "row_failures": True},
+)
 def create(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[], float] = time.time) -> Scheduler:
     """Entry point ``fcfs``. ``clock`` gives seconds on the scale of ``EngineRequest.deadline``.
 

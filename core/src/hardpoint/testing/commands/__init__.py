@@ -1,0 +1,1 @@
+"""Subcommands of ``hardpoint plugins`` for authors of plugins."""

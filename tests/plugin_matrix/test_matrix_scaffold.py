@@ -1,0 +1,115 @@
+"""What `hardpoint plugins new` writes installs, is found and passes at once, for every kind with a kit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.testing.scaffold import available_kinds
+from scratch_install import write_metadata
+
+EACH = pytest.mark.parametrize("kind", available_kinds())
+
+
+def hardpoint(*arguments: object, site: Path | None = None, status: int = 0) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HARDPOINT_")}
+    if site is not None:
+        environment["PYTHONPATH"] = str(site)
+    command = [sys.executable, "-m", "hardpoint.cli", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def name_for(kind: str) -> str:
+    return f"acme-{kind.replace('_', '-')}"
+
+
+def scaffold(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    hardpoint("plugins", "new", kind, name_for(kind), "--into", folder)
+    (package,) = folder.iterdir()
+    project: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return package, project
+
+
+def install(package: Path, project: dict[str, Any], site: Path) -> None:
+    """What an installer would leave behind, without the time it takes."""
+    site.mkdir()
+    for entry in (package / "src").iterdir():
+        (site / entry.name).symlink_to(entry)
+    write_metadata(project, site)
+
+
+@EACH
+def test_a_fresh_package_passes_its_kit(kind: str, tmp_path: Path) -> None:
+    package, project = scaffold(kind, tmp_path / "work")
+    install(package, project, tmp_path / "site")
+    told = hardpoint("plugins", "test", project["name"], "--json", site=tmp_path / "site")
+    report = json.loads(told)
+    assert report["refused"] == []
+    (verdict,) = report["verdicts"]
+    assert (verdict["kind"], verdict["name"]) == (kind, name_for(kind))
+    assert verdict["broken"] == []
+    assert verdict["note"] == "", "the package must bring what its kit needs"
+    assert len(verdict["kept"]) > len(verdict["not_claimed"])
+
+
+@EACH
+def test_a_fresh_package_is_tidy(kind: str, tmp_path: Path) -> None:
+    """Its own conformance test runs under plain pytest, and the linter has nothing to say."""
+    package, project = scaffold(kind, tmp_path / "work")
+    install(package, project, tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    checks = (
+        ["ruff", "check", "--no-cache", "--isolated", "--line-length", "120", "--select", "E,F,I,UP,B", str(package)],
+        ["ruff", "format", "--no-cache", "--isolated", "--line-length", "120", "--check", str(package)],
+        ["pytest", "-q", "-x", "-p", "no:cacheprovider", "--collect-only", str(package / "tests")],
+    )
+    for check in checks:
+        command = [sys.executable, "-m", *check]
+        done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "$" not in "".join(path.read_text() for path in package.rglob("*.*") if path.is_file())
+
+
+@pytest.mark.slow
+@EACH
+def test_pip_installs_a_fresh_package(kind: str, tmp_path: Path) -> None:
+    package, project = scaffold(kind, tmp_path / "work")
+    site = tmp_path / "site"
+    arguments = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site, package]
+    subprocess.run([sys.executable, *map(str, arguments)], check=True, timeout=120)
+    assert name_for(kind) in hardpoint("plugins", "list", site=site)
+    assert "1 of 1 plugins keep the rules" in hardpoint("plugins", "test", project["name"], site=site)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("no_kind", "x"), "kinds with a kit and a template here: "),
+        (("hsh", "x"), "did you mean 'hash'"),
+        (("hash", "1x"), "must begin with a letter"),
+        (("hash", "../x"), "must begin with a letter"),
+        (("hash", "x", "--distribution", "pytest"), "can be imported here already"),
+        (("hash", "x", "--into", "/proc/nowhere"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    into = () if "--into" in arguments else ("--into", tmp_path)
+    assert told in hardpoint("plugins", "new", *arguments, *into, status=1)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_package_is_never_overwritten(tmp_path: Path) -> None:
+    hardpoint("plugins", "new", "hash", "twice", "--into", tmp_path)
+    marked = tmp_path / "hardpoint-twice/src/hardpoint_twice/__init__.py"
+    marked.write_text("# mine\n")
+    assert "is there already" in hardpoint("plugins", "new", "hash", "twice", "--into", tmp_path, status=1)
+    assert marked.read_text() == "# mine\n"
