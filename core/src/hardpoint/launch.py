@@ -14,6 +14,7 @@ import msgspec
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import ConfigError, ModelFormatError, ModelNotFoundError, PluginNotFoundError
+from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.engine import ModelLimits
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.platform import EngineSettings, Platform
@@ -27,6 +28,7 @@ from hardpoint.plugins import (
     SelectedBy,
     build_plan,
     discover,
+    load_manifest,
     parse_pins,
     select_platform,
 )
@@ -232,7 +234,31 @@ def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> En
         settings.dtype = info.dtype
     if settings.kv_cache_dtype is None:
         settings.kv_cache_dtype = settings.dtype
+    if settings.block_size is None:
+        settings.block_size = _choose_block_size(runtime, platform, settings)
     return settings
+
+
+def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: EngineSettings) -> int:
+    """The first phase of block-size alignment: only where neither user nor platform chose. Imports no backend.
+
+    Backends whose manifest states no sizes have no say here; the worker still refuses a size that they cannot use.
+    """
+    candidates = [settings.attention_backend] if settings.attention_backend else platform.attention_candidates()
+    rules = {}
+    for planned in runtime.plan.of("attention_backend"):
+        manifest = load_manifest(planned) if planned.name in candidates else None
+        if manifest is not None and BLOCK_SIZES_CAPABILITY in manifest.capabilities:
+            rules[planned.name] = BlockSizeRule.from_capability(manifest.capabilities[BLOCK_SIZES_CAPABILITY])
+    if not rules and settings.preferred_block_size is None:
+        raise ConfigError(
+            f"platform {platform.name!r} prefers no KV block size, and no manifest of its attention backends "
+            f"({', '.join(candidates) or 'none'}) states any; set --block-size"
+        )
+    chosen = smallest_block_size(rules, settings.preferred_block_size or 1)
+    stated = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"
+    _logger.info("KV block size %d, set by phase 1 of alignment (%s)", chosen, stated)
+    return chosen
 
 
 def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> PluginPlan:

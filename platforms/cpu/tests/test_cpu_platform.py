@@ -50,7 +50,7 @@ class TestSettings:
         settings = settled(platform)
         assert (settings.worker, settings.executor) == ("torch", "uniproc")
         assert (settings.dtype, settings.kv_cache_dtype) == ("float32", "float32")
-        assert settings.block_size == 16
+        assert (settings.block_size, settings.preferred_block_size) == (None, 16)
         assert settings.kv_cache_bytes == int(8 * GIB * 0.4)
         assert settings.max_num_seqs is not None
         assert settings.max_num_batched_tokens is not None

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from hardpoint.interfaces.attention import (
     AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder,
-    AttentionNeed, BlockSizeRule, CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
+    AttentionNeed, CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
 )
+from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.cli_command import CliCommand
 from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
+from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
 from hardpoint.interfaces.engine import (
     CompletionOutput, EngineClient, Logprob, ModelLimits, ModelRouter, PositionLogprobs, Prompt, RequestMetrics,
     RequestOptions, RequestOutput,
 )
 from hardpoint.interfaces.executor import Executor, ExecutorContext
+from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
@@ -33,10 +36,7 @@ from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOut
 from hardpoint.interfaces.model_source import (
     ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext, WeightTensor,
 )
-from hardpoint.interfaces.platform import (
-    DeviceDescription, EngineSettings, LogicalDevice, PhysicalDevice, Platform, PlatformKind, ThreadPlan,
-    VisibleDevice,
-)
+from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import (
     DECLARATION_ATTRIBUTE, NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory,
     ProbeResult, ProbeStatus, declaration_of, plugin,
@@ -62,27 +62,26 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
-    "ANY_DEVICE", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC", "AdapterRef",
-    "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder",
-    "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher", "BlockSizeRule",
-    "BlockUpdate", "BoolArray", "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput",
-    "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DraftUpdatable",
-    "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
+    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
+    "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
+    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher",
+    "BlockSizeRule", "BlockUpdate", "BoolArray", "CapturedGraph", "CliCommand", "CommonAttentionMetadata", "Compiler",
+    "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap",
+    "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
     "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array",
-    "FullAttentionSpec", "GrammarMask", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
-    "IOProcessorContext", "IORequest",
-    "Int32Array", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout",
-    "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec",
-    "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays",
+    "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
+    "IOProcessorContext", "IORequest", "Int32Array", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec",
+    "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride",
+    "LayerSpec", "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays",
     "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits",
-    "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode",
-    "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext",
-    "PluginDeclaration", "PluginFactory", "PositionLogprobs", "ProbeResult", "ProbeStatus", "Prompt",
-    "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestView",
-    "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",
-    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts", "StageOutput",
-    "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate",
-    "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader", "WeightLoaderContext",
-    "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext", "WorkerFactory",
-    "declaration_of", "group_key", "plugin", "spec_from_wire", "spec_to_wire",
+    "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput",
+    "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration",
+    "PluginFactory", "PositionLogprobs", "ProbeResult", "ProbeStatus", "Prompt", "QuantizationMethod",
+    "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestView", "RowFailure", "RpcMethod",
+    "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits",
+    "SchedulerOutput", "SchedulerStats", "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved",
+    "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted",
+    "VisibleDevice", "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker",
+    "WorkerConfig", "WorkerContext", "WorkerFactory", "declaration_of", "group_key", "plugin", "smallest_block_size",
+    "spec_from_wire", "spec_to_wire",
 ]

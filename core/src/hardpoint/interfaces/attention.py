@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from hardpoint.interfaces.block_size import BlockSizeRule as BlockSizeRule
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.platform import DeviceDescription
 
@@ -60,19 +61,6 @@ class AttentionNeed:
     uses_sinks: bool = False
     uses_mla: bool = False
     batch_invariant: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSizeRule:
-    """Kernel block sizes a backend accepts: exact sizes, or any multiple of ``multiple_of``."""
-
-    multiple_of: int | None = 16
-    exact: tuple[int, ...] = ()
-
-    def accepts(self, block_size: int) -> bool:
-        if block_size in self.exact:
-            return True
-        return self.multiple_of is not None and block_size % self.multiple_of == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,24 @@ A platform is created once per process from the launcher's choice. Nothing here 
 from __future__ import annotations
 
 import enum
+import os
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NewType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+
+from hardpoint.interfaces.devices import DeviceMap, PhysicalDevice
+from hardpoint.interfaces.devices import LogicalDevice as LogicalDevice
 
 if TYPE_CHECKING:
     import torch
 
-LogicalDevice = NewType("LogicalDevice", int)
-VisibleDevice = NewType("VisibleDevice", int)
-PhysicalDevice = NewType("PhysicalDevice", int)
+# Looked up among the loaded modules, never imported: this package works without it.
+_FRAMEWORK = "torch"
+_POOL_LOCK = threading.RLock()
 
 
 class PlatformKind(enum.StrEnum):
@@ -53,7 +59,8 @@ class EngineSettings(msgspec.Struct, kw_only=True):
     """The part of the configuration a platform may edit in :meth:`Platform.check_and_update`. Unset means None.
 
     ``worker`` must be set afterwards: the plugin name of kind ``worker``. ``architecture`` and ``model`` (the
-    architecture's fields) are for reading.
+    architecture's fields) are for reading. A platform may leave ``block_size`` unset: the smallest size that its
+    attention backends accept is then taken, from ``preferred_block_size`` on (tokens).
     """
 
     worker: str | None = None
@@ -61,6 +68,7 @@ class EngineSettings(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     block_size: int | None = None
+    preferred_block_size: int | None = None
     attention_backend: str | None = None
     world_size: int = 1
     max_num_seqs: int | None = None
@@ -71,7 +79,25 @@ class EngineSettings(msgspec.Struct, kw_only=True):
 
 
 class Platform(ABC):
-    """Attributes have the defaults of spec 12 §3; override what differs."""
+    """One kind of device. The attributes' defaults hold for a device without specialties; override what differs.
+
+    A name that the platform lacks is looked up in the framework's namespace of :attr:`device_type` (``torch.cuda`` and
+    the like), so platforms need not repeat its memory queries. Dunder names never are: copying would call the answer.
+    Type checkers do not see such names; fetch them with ``getattr``.
+
+    Attributes:
+        name: the device's name in messages.
+        device_type: the framework's device string.
+        dispatch_key: the framework's operator dispatch key.
+        cluster_resource_key: what a cluster scheduler calls the device; empty: nothing.
+        visibility_variable: environment variable that masks devices; empty: the platform has none.
+        mask_suppressing_variables: environment variables that keep a cluster scheduler from masking devices.
+        simple_compile_backend: compiler of the framework for small functions.
+        collective_backend: the framework's collective library; empty: none.
+        communicator: name of the ``communicator`` plugin to prefer; empty: that of ``collective_backend``.
+        supported_quantization: ``quantization`` plugins that may be used; empty: no restriction.
+        extra_environment: further environment variables that processes of the platform need.
+    """
 
     kind: ClassVar[PlatformKind] = PlatformKind.OUT_OF_TREE
     name: ClassVar[str] = ""
@@ -79,10 +105,64 @@ class Platform(ABC):
     dispatch_key: ClassVar[str] = "CPU"
     cluster_resource_key: ClassVar[str] = ""
     visibility_variable: ClassVar[str] = ""
+    mask_suppressing_variables: ClassVar[Sequence[str]] = ()
     simple_compile_backend: ClassVar[str] = "inductor"
     collective_backend: ClassVar[str] = ""
+    communicator: ClassVar[str] = ""
     supported_quantization: ClassVar[Sequence[str]] = ()
     extra_environment: ClassVar[Sequence[str]] = ()
+    _graph_pool: ClassVar[tuple[int, Any] | None] = None
+
+    if not TYPE_CHECKING:  # Type checkers would let every misspelt name pass.
+
+        def __getattr__(self, name: str) -> Any:
+            # Only asked for what is missing here. Names of the class itself must not recurse.
+            fault = f"platform {type(self).name!r} has no attribute {name!r}"
+            if not (name.startswith("__") and name.endswith("__")):
+                framework = sys.modules.get(_FRAMEWORK)
+                if framework is None:
+                    fault += f", and {_FRAMEWORK}, which might have it, is not loaded in this process"
+                else:
+                    namespace = getattr(framework, type(self).device_type, None)
+                    if hasattr(namespace, name):
+                        return getattr(namespace, name)
+                    fault += f", and neither has {_FRAMEWORK}.{type(self).device_type}"
+            raise AttributeError(fault, name=name, obj=self)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind is PlatformKind.CUDA
+
+    @property
+    def is_rocm(self) -> bool:
+        return self.kind is PlatformKind.ROCM
+
+    @property
+    def is_out_of_tree(self) -> bool:
+        return self.kind is PlatformKind.OUT_OF_TREE
+
+    @classmethod
+    def graph_pool(cls) -> Any:
+        """The process's memory pool for captured graphs: made by the first call, shared by all instances.
+
+        A subclass shares it unless it overrides :meth:`create_graph_pool`. Raises ``TypeError`` where the platform
+        has no graphs.
+        """
+        owner: Any = next(base for base in cls.__mro__ if "create_graph_pool" in vars(base))
+        with _POOL_LOCK:
+            made = vars(owner).get("_graph_pool")
+            if made is None or made[0] != os.getpid():  # a forked child has no claim on its parent's
+                made = owner._graph_pool = (os.getpid(), cls.create_graph_pool())
+            return made[1]
+
+    @classmethod
+    def create_graph_pool(cls) -> Any:
+        """A new pool; override where graphs can be captured. Raises ``TypeError`` where they cannot."""
+        raise TypeError(f"platform {cls.name!r} captures no graphs; it would have to override create_graph_pool")
+
+    def device_map(self, environment: Mapping[str, str], assigned: Sequence[PhysicalDevice] | None = None) -> DeviceMap:
+        """Device ids under this platform's visibility variable; override to resolve items that are no numbers."""
+        return DeviceMap(self.visibility_variable, environment, assigned)
 
     @abstractmethod
     def describe(self, device: LogicalDevice) -> DeviceDescription: ...

@@ -43,7 +43,7 @@ class CpuOptions(BaseModel):
         default=0.4, gt=0, le=1, description="share of the memory free at start that the KV cache takes"
     )
     kv_cache_max_bytes: int = Field(default=4 << 30, gt=0, description="most bytes the KV cache takes by itself")
-    block_size: int = Field(default=16, gt=0, description="tokens per KV block where `cache.block_size` is unset")
+    block_size: int = Field(default=16, gt=0, description="least tokens per KV block where `cache.block_size` is unset")
     max_num_seqs: int = Field(default=128, gt=0, description="where `scheduler.max_num_seqs` is unset")
     max_num_batched_tokens: int = Field(
         default=512, gt=0, description="where `scheduler.max_num_batched_tokens` is unset"
@@ -92,7 +92,9 @@ class CpuPlatform(Platform):
         settings.dtype = self._dtype(settings.dtype)
         if settings.kv_cache_dtype in _AUTO:
             settings.kv_cache_dtype = settings.dtype
-        settings.block_size = _positive("block size", settings.block_size, self.options.block_size, "--block-size")
+        if settings.block_size is not None:
+            _positive("block size", settings.block_size, self.options.block_size, "--block-size")
+        settings.preferred_block_size = self.options.block_size
         settings.max_num_seqs = _positive(
             "number of sequences", settings.max_num_seqs, self.options.max_num_seqs, "--max-num-seqs"
         )

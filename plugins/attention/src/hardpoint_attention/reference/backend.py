@@ -15,6 +15,7 @@ from hardpoint.interfaces.attention import (
     AttentionNeed,
     BlockSizeRule,
 )
+from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.plugin import NoOptions, PluginContext, ProbeResult, ProbeStatus, plugin
 from hardpoint_attention.reference.impl import ReferenceImpl
@@ -23,6 +24,7 @@ from hardpoint_attention.reference.metadata import ReferenceMetadataBuilder
 __all__ = ["ReferenceBackend", "create"]
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+BLOCK_SIZES = BlockSizeRule(multiple_of=1)
 KINDS = (AttentionKind.DECODER, AttentionKind.ENCODER, AttentionKind.ENCODER_ONLY)
 
 
@@ -51,7 +53,7 @@ class ReferenceBackend(AttentionBackend):
 
     def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
         del need
-        return BlockSizeRule(multiple_of=1)
+        return BLOCK_SIZES
 
     def create_builder(
         self,
@@ -72,7 +74,15 @@ def _probe() -> ProbeResult:
     return ProbeResult(ProbeStatus.AVAILABLE, f"torch {torch.__version__}")
 
 
-@plugin("attention_backend", probe=_probe, capabilities={"returns_lse": True, "kinds": [kind.value for kind in KINDS]})
+@plugin(
+    "attention_backend",
+    probe=_probe,
+    capabilities={
+        "returns_lse": True,
+        "kinds": [kind.value for kind in KINDS],
+        BLOCK_SIZES_CAPABILITY: {"multiple_of": BLOCK_SIZES.multiple_of},
+    },
+)
 def create(ctx: PluginContext, options: NoOptions) -> AttentionBackend:
     """Factory of the plugin ``torch_reference``."""
     del ctx, options
