@@ -258,7 +258,8 @@ class TinyPlugins:
         return tuple(name for known, name in self.factories if known == kind)
 
     def context(self, kind: str, name: str) -> PluginContext:
-        return PluginContext(name, 1, frozenset({ProcessRole.WORKER}), logger=logging.getLogger(f"test.{kind}"))
+        logger = logging.getLogger(f"test.{kind}")
+        return PluginContext(name, 1, frozenset({ProcessRole.WORKER}), logger=logger, distribution="tiny-distribution")
 
     def create(self, kind: str, name: str, context: PluginContext) -> Any:
         if (kind, name) not in self.factories:
@@ -267,6 +268,9 @@ class TinyPlugins:
 
     def fingerprint(self) -> str:
         return "test"
+
+    def notify(self, hook: str, **arguments: object) -> None:
+        del hook, arguments
 
 
 def tiny_info(**changes: Any) -> ModelInfo:
@@ -458,6 +462,11 @@ def hand_row(
 @pytest.fixture
 def world() -> TinyWorld:
     return TinyWorld()
+
+
+@pytest.fixture
+def worker_options() -> type[TorchWorkerOptions]:
+    return TorchWorkerOptions
 
 
 @pytest.fixture

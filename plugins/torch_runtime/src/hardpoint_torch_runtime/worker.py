@@ -21,6 +21,7 @@ from hardpoint_torch_runtime.backend_selection import attention_need, select_att
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops
+from hardpoint_torch_runtime.ops.registry import OPERATORS
 from hardpoint_torch_runtime.plugin_access import create_in_worker
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import BatchState
@@ -142,6 +143,7 @@ class TorchWorker(Worker):
         )
         self._backend, self._need = choice.backend, need
         self._loaded = load_model(self._plugins, self.config, choice.backend, self.device, self._kernels.kernels)
+        OPERATORS.verify()
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
             self.config.model.artifact.name,

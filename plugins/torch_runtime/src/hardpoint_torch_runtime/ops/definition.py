@@ -12,7 +12,7 @@ import torch
 from hardpoint.errors import PluginError
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator
 
-__all__ = ["OperatorDefinition", "define", "origin_of"]
+__all__ = ["OperatorDefinition", "define", "origin_of", "replaced_by"]
 
 _IDENTIFIER = re.compile(r"[a-z_][a-z0-9_]*")
 _FOR_ANY_DEVICE = "default"
@@ -89,6 +89,16 @@ def origin_of(qualified_name: str) -> str | None:
         return None
     found = re.search(r"^debug: (.+)$", torch._C._dispatch_dump(qualified_name), re.MULTILINE)
     return found.group(1) if found is not None else "the framework does not say where"
+
+
+def replaced_by(qualified_name: str) -> str | None:
+    """Where somebody else gave the operator another implementation or fake, or None while all are the first ones."""
+    # The framework lets a later registration win, and keeps the earlier one as inactive.
+    dump = torch._C._dispatch_dump(qualified_name)
+    for key in re.findall(r"^(\w+) \(inactive\):", dump, re.MULTILINE):
+        found = re.search(rf"^{key}: (.+?) :: ", dump, re.MULTILINE)
+        return f"{key} {found.group(1)}" if found is not None else key
+    return None
 
 
 def _schema(label: str, operator: CustomOperator) -> str:

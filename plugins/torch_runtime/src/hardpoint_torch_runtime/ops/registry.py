@@ -12,7 +12,7 @@ import torch
 from hardpoint.errors import PluginConflictError, PluginError, PluginNotFoundError
 from hardpoint.interfaces.custom_op import CustomOperator, CustomOps
 from hardpoint.interfaces.plugin import ProbeStatus
-from hardpoint_torch_runtime.ops.definition import OperatorDefinition, define, origin_of
+from hardpoint_torch_runtime.ops.definition import OperatorDefinition, define, origin_of, replaced_by
 
 __all__ = ["OPERATORS", "OperatorRegistry", "OperatorSet", "namespace_of"]
 
@@ -91,6 +91,18 @@ class OperatorRegistry:
         names = [operator.name for operator in ops.operators if operator.name not in missing]
         packets = getattr(torch.ops, namespace)
         return OperatorSet(namespace, {name: getattr(packets, name).default for name in names}, missing)
+
+    def verify(self) -> None:
+        """Raises ``PluginConflictError`` when code outside the registry replaced an implementation: for each such
+        operator its owner, and where the other one comes from."""
+        faults = []
+        for space in self._namespaces.values():
+            for definition in space.definitions.values():
+                other = replaced_by(definition.qualified_name)
+                if other is not None:
+                    faults.append(f"{definition.qualified_name} belongs to {space.owner}, but {other} replaced it")
+        if faults:
+            raise PluginConflictError("; ".join(faults))
 
     def _space(self, namespace: str, distribution: str) -> _Namespace:
         space = self._namespaces.get(namespace) or _Namespace(distribution)
