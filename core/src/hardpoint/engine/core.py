@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hardpoint.engine.pipeline import GrammarSource, StepPipeline
+from hardpoint.engine.pipeline import StepPipeline
 from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SchedulerStats
@@ -41,7 +41,6 @@ class EngineCore:
         executor: Executor,
         *,
         max_inflight_steps: int = 1,
-        grammar: GrammarSource | None = None,
         hook: Callable[..., None] = lambda name, **arguments: None,
         load_reports: Callable[[], Sequence[LoadReport]] = tuple,
         clock: Callable[[], float] = time.time,
@@ -53,7 +52,7 @@ class EngineCore:
         self.made_progress = False
         self.load_reports = load_reports
         self.wake: Callable[[], None] = lambda: None
-        self._pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps, grammar=grammar)
+        self._pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps)
         self._run_hook = hook
         self._clock = clock
         self._clients: dict[str, int] = {}
@@ -139,11 +138,9 @@ class EngineCore:
     def take_frames(self) -> dict[int, EngineOutputs]:
         """What is ready for each client, without computing anything."""
         outbox, self._outbox = self._outbox, {}
-        if not outbox:
-            return {}
-        stats = self.scheduler.stats() if self.dead_reason is None else None
-        self._told = stats
-        return {client: EngineOutputs(outputs, stats, self._clock()) for client, outputs in outbox.items()}
+        if outbox:
+            self._told = self.scheduler.stats() if self.dead_reason is None else None
+        return {client: EngineOutputs(outputs, self._told, self._clock()) for client, outputs in outbox.items()}
 
     def untold_stats(self) -> EngineOutputs | None:
         """A frame of statistics alone, if they changed since the last frame: steps without outputs tell nothing."""
@@ -196,11 +193,8 @@ class EngineCore:
 
     def _expire(self) -> None:
         now = self._clock()
-        late: list[str] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            late.append(heapq.heappop(self._deadlines)[1])
-        if late:
-            self.abort(late, error="the request's time limit has passed")
+            self.abort([heapq.heappop(self._deadlines)[1]], error="the request's time limit has passed")
 
     def _remember_deadline(self, deadline: float, name: str) -> None:
         """Deadlines of ended requests stay until they are most of the heap: a long limit must not keep them all."""
@@ -210,8 +204,7 @@ class EngineCore:
         heapq.heappush(self._deadlines, (deadline, name))
 
     def _refuse(self, name: str, message: str, code: str) -> None:
-        output = EngineOutput(name, [], FinishReason.ERROR, error=message, extensions={ERROR_CODE: code})
-        self._deliver([output])
+        self._deliver([EngineOutput(name, [], FinishReason.ERROR, error=message, extensions={ERROR_CODE: code})])
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:
@@ -238,9 +231,8 @@ class EngineCore:
         self._lost_worker = None
         if self.dead_reason is None:
             self.dead_reason = f"{type(error).__name__}: {error}"
-            text = "the engine failed during this request"
             for name in tuple(self._clients):
-                self._refuse(name, text, "dead")
+                self._refuse(name, "the engine failed during this request", "dead")
         _logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _worker_died(self, reason: str) -> None:

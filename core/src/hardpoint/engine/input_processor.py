@@ -40,14 +40,12 @@ class InputProcessor:
         *,
         eos_token_ids: tuple[int, ...] = (),
         tasks: tuple[str, ...] = ("generate",),
-        client_index: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._tasks = tasks
-        self._client_index = client_index
         self._clock = clock
 
     def tokenize(self, prompt: Prompt) -> Int32Array:
@@ -85,7 +83,6 @@ class InputProcessor:
                 sampling=_child_params(checked, index),
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,
-                client_index=self._client_index,
                 cache_salt=_salt(prompt, options),
                 priority=options.priority,
                 deadline=None if options.timeout_s is None else arrival + options.timeout_s,

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.request import EngineOutput
 from hardpoint.interfaces.scheduler import Scheduler
-from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
-
-
-class GrammarSource(Protocol):
-    """Supplies the bitmask of a step whose sampling was deferred."""
-
-    def mask(self, step: SchedulerOutput) -> GrammarMask | None: ...
+from hardpoint.interfaces.step import Deferred, RunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +24,12 @@ class StepPipeline:
     An exception of the executor leaves the failed step in :attr:`inflight`: the engine core decides what to tell whom.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        *,
-        max_inflight_steps: int = 1,
-        grammar: GrammarSource | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, max_inflight_steps: int = 1) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.max_inflight_steps = max_inflight_steps
         self.inflight: deque[InflightStep] = deque()
         self.num_steps_updated = 0
-        self._grammar = grammar
 
     def has_work(self) -> bool:
         return bool(self.inflight) or self.scheduler.has_work()
@@ -55,7 +40,9 @@ class StepPipeline:
         if not self.inflight:
             return self.scheduler.take_outputs()
         oldest = self.inflight[0]
-        output = self._resolve(oldest)
+        output = oldest.future.result()
+        if isinstance(output, Deferred):
+            output = self.executor.sample(output.step_id, None).result()
         self.inflight.popleft()
         self.num_steps_updated += 1
         return self.scheduler.update(oldest.step, output)
@@ -69,10 +56,3 @@ class StepPipeline:
             if not step.must_execute:
                 return
             self.inflight.append(InflightStep(step, self.executor.execute(step)))
-
-    def _resolve(self, entry: InflightStep) -> RunnerOutput:
-        result = entry.future.result()
-        if isinstance(result, Deferred):
-            mask = self._grammar.mask(entry.step) if self._grammar is not None else None
-            result = self.executor.sample(result.step_id, mask).result()
-        return result
