@@ -33,6 +33,7 @@ class Executor(ABC):
 
     uses_actor_framework: ClassVar[bool] = False
     supports_pipeline_parallel: ClassVar[bool] = False
+    _supported_tasks: tuple[str, ...] | None = None
 
     @abstractmethod
     def collective_rpc(
@@ -88,8 +89,6 @@ class Executor(ABC):
 
     def supported_tasks(self) -> tuple[str, ...]:
         """Fixed for a loaded model, so asked once (R4.11)."""
-        cached: tuple[str, ...] | None = self.__dict__.get("_supported_tasks")
-        if cached is None:
-            cached = tuple(self.collective_rpc("supported_tasks", ranks=[0])[0])
-            self.__dict__["_supported_tasks"] = cached
-        return cached
+        if self._supported_tasks is None:
+            self._supported_tasks = tuple(self.collective_rpc("supported_tasks", ranks=[0])[0])
+        return self._supported_tasks

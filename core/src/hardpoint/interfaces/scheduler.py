@@ -122,14 +122,12 @@ class SchedulerExtension:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerContext(PluginContext):
     """What a scheduler factory receives beyond the common context."""
 
-    limits: SchedulerLimits = field(
-        default_factory=lambda: SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
-    )
-    kv_cache: KVCacheConfig = field(default_factory=lambda: KVCacheConfig(num_blocks=0, groups=(), tensors=()))
+    limits: SchedulerLimits
+    kv_cache: KVCacheConfig
     hash_algorithm: str = "sha256"
     extensions: tuple[SchedulerExtension, ...] = ()
     observers: Mapping[str, Any] = field(default_factory=dict)

@@ -15,14 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hardpoint.interfaces.request import (
-    AdapterRef,
-    BoolArray,
-    Feature,
-    Float32Array,
-    Int32Array,
-    SamplingParams,
-)
+from hardpoint.interfaces.request import AdapterRef, BoolArray, Feature, Float32Array, Int32Array, SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
