@@ -70,7 +70,15 @@ def make_suite(kind: type[SayEndpoint]) -> type[EndpointSuite]:
     return Suite
 
 
+class SayToAdmins(SayEndpoint):
+    access = "admin"
+
+
 class TestSayEndpoint(make_suite(SayEndpoint)):  # type: ignore[misc]
+    pass
+
+
+class TestSayToAdmins(make_suite(SayToAdmins)):  # type: ignore[misc]
     pass
 
 
@@ -141,6 +149,24 @@ class StartsOnce(SayEndpoint):
         self.is_started = True
 
 
+class ChangesItsMind(SayEndpoint):
+    """Its routes are open by the time it calls them admin routes."""
+
+    num_asked = 0
+
+    @property
+    def access(self) -> Any:  # type: ignore[override]
+        self.num_asked += 1
+        return "api" if self.num_asked <= 3 else "admin"
+
+
+class OpenAdmin(SayEndpoint):
+    def routes(self) -> APIRouter:
+        routes = super().routes()
+        routes.add_api_route("/admin/say", self.say, methods=["POST"], response_model=None)
+        return routes
+
+
 MUTANTS: dict[type[SayEndpoint], str] = {
     TrustsTheBody: "test_bodies_that_are_no_request",
     ShowsExceptions: "test_odd_values",
@@ -149,6 +175,8 @@ MUTANTS: dict[type[SayEndpoint], str] = {
     GoesOnAlone: "test_abandoned_work_ends",
     WithoutRoutes: "test_it_opens_routes_and_says_how_to_call_them",
     StartsOnce: "test_it_starts_and_stops",
+    ChangesItsMind: "test_an_api_key_opens_no_admin_route",
+    OpenAdmin: "test_what_is_called_admin_is_for_admins",
 }
 
 

@@ -36,6 +36,11 @@ class TestOps(EndpointSuite):
     )
 
 
+class TestAdmin(EndpointSuite):
+    plugin: ClassVar[str | None] = "admin"
+    calls: ClassVar[tuple[Call, ...]] = (Call("GET", "/admin/plugins"), Call("POST", "/admin/reset_prefix_cache"))
+
+
 class Answers(IOProcessor):
     """A list of questions becomes the list of answers."""
 

@@ -12,6 +12,7 @@ import pytest
 from hardpoint.config import ServerConfig
 from hardpoint.interfaces import Endpoint, EndpointContext, ServerFacts
 from hardpoint.interfaces.endpoint import RequestFailure
+from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
 from hardpoint.testing.asgi_client import Answer, Call, abandon, send
@@ -21,6 +22,7 @@ from hardpoint.testing.plugin_suite import PluginSuite
 __all__ = ["EndpointSuite"]
 
 KEY = "conformance-key-1"
+ADMIN_KEY = "conformance-admin-key-1"
 LEAKS = re.compile(rb"Traceback|\.py\b|0x[0-9a-f]{6,}|site-packages")
 NO_REQUESTS = (b"", b" ", b"{", b"[]", b"null", b"1", b'"text"', b"\xff\xfe{}", b"NaN", b'{"a":1}trailing', b"{'a': 1}")
 ODD_VALUES: tuple[Any, ...] = (
@@ -48,7 +50,8 @@ class EndpointSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Endpoint`.
 
     ``calls`` are valid requests, at least one per route that matters; each must succeed over a fake engine whose model
-    is called ``fake``. ``aborts_abandoned`` declares that work ends when its client goes away.
+    is called ``fake``. ``aborts_abandoned`` declares that work ends when its client goes away. Requests carry an admin
+    key where the endpoint's ``access`` asks for one.
     """
 
     kind: ClassVar[str] = "endpoint"
@@ -69,7 +72,9 @@ class EndpointSuite(PluginSuite):
     def endpoint(self, engines: Engines) -> Endpoint:
         roles = frozenset({ProcessRole.API})
         facts = ServerFacts("0.0", 1_700_000_000, ServerConfig().max_body_bytes)
-        return self.create_endpoint(EndpointContext("under-test", 1, roles, router=engines, facts=facts))
+        report = LoadReport("process 0 (api)", 0, ("api",), None, "0.0", ())
+        shared: dict[str, Any] = {"router": engines, "facts": facts, "load_report": lambda: report}
+        return self.create_endpoint(EndpointContext("under-test", 1, roles, **shared))
 
     @pytest.fixture
     def engines(self, client: FakeEngineClient) -> Engines:
@@ -79,7 +84,12 @@ class EndpointSuite(PluginSuite):
 
     @pytest.fixture
     def app(self, endpoint: Endpoint, engines: Engines) -> Any:
-        return create_app(ServerConfig(), engines, {"under-test": endpoint}, (KEY,))
+        return create_app(ServerConfig(), engines, {"under-test": endpoint}, (KEY,), (ADMIN_KEY,))
+
+    @pytest.fixture
+    def key(self, endpoint: Endpoint) -> str:
+        """The least key that opens the endpoint's routes."""
+        return ADMIN_KEY if endpoint.access == "admin" else KEY
 
     def test_it_opens_routes_and_says_how_to_call_them(self, endpoint: Endpoint) -> None:
         assert endpoint.routes().routes, "an endpoint without routes"
@@ -97,9 +107,9 @@ class EndpointSuite(PluginSuite):
 
         asyncio.run(cycle())
 
-    def test_valid_requests_succeed(self, app: Any, client: FakeEngineClient) -> None:
+    def test_valid_requests_succeed(self, app: Any, client: FakeEngineClient, key: str) -> None:
         for call in self.calls:
-            answer = asyncio.run(send(app, call, KEY))
+            answer = asyncio.run(send(app, call, key))
             assert 200 <= answer.status < 300, f"{call.method} {call.path}: {answer.status} {answer.body[:200]!r}"
         assert client.num_running == 0
 
@@ -110,41 +120,60 @@ class EndpointSuite(PluginSuite):
                 assert answer.status == 401, f"{call.path} answered {answer.status} without a valid key"
         assert client.seen == [], "a request without a key reached the engine"
 
-    def test_bodies_that_are_no_request(self, app: Any, endpoint: Endpoint, client: FakeEngineClient) -> None:
+    def test_an_api_key_opens_no_admin_route(self, app: Any, endpoint: Endpoint, client: FakeEngineClient) -> None:
+        """Users of the model are not its operators: 403, and nothing is done."""
+        if endpoint.access == "api":
+            pytest.skip("an API key opens this endpoint's routes")
+        for call in self.calls:
+            answer = asyncio.run(send(app, call, KEY))
+            assert answer.status == 403, f"{call.path} answered {answer.status} to an API key"
+            check_error(endpoint, answer)
+        assert client.seen == [], "a request with an API key reached the engine"
+
+    def test_what_is_called_admin_is_for_admins(self, endpoint: Endpoint) -> None:
+        """Operators may rely on paths: below /admin nothing is open to an API key."""
+        named = [
+            path for route in endpoint.routes().routes if (path := getattr(route, "path", "")).startswith("/admin")
+        ]
+        assert endpoint.access == "admin" or not named, f"set access = 'admin' for {', '.join(named)}"
+
+    def test_bodies_that_are_no_request(self, app: Any, endpoint: Endpoint, client: FakeEngineClient, key: str) -> None:
         for call in self._with_body():
             for content in NO_REQUESTS:
-                answer = asyncio.run(send(app, Call(call.method, call.path, content), KEY))
+                answer = asyncio.run(send(app, Call(call.method, call.path, content), key))
                 assert 400 <= answer.status < 500, f"{call.path} answered {answer.status} to {content!r}"
                 check_error(endpoint, answer)
         assert client.num_running == 0
 
-    def test_odd_values(self, app: Any, endpoint: Endpoint, client: FakeEngineClient) -> None:
+    def test_odd_values(self, app: Any, endpoint: Endpoint, client: FakeEngineClient, key: str) -> None:
         """Any field with any value: refused or answered, never a failure of the server."""
         for call in self._with_body():
             for changed in odd_bodies(call.body):
-                answer = asyncio.run(send(app, Call(call.method, call.path, changed), KEY))
+                answer = asyncio.run(send(app, Call(call.method, call.path, changed), key))
                 assert answer.status < 500, f"{call.path} answered {answer.status} to {str(changed)[:200]}"
                 if answer.status >= 400:
                     check_error(endpoint, answer)
         assert client.num_running == 0
 
-    def test_odd_paths(self, app: Any) -> None:
+    def test_odd_paths(self, app: Any, key: str) -> None:
         """What a route takes from its path or query is input as well."""
         for call in self.calls:
             for path in (f"{call.path}?x=%00&x=1&%ff", f"{call.path}/%2e%2e", f"{call.path}{'a' * 3_000}"):
-                answer = asyncio.run(send(app, Call(call.method, path, call.body), KEY))
+                answer = asyncio.run(send(app, Call(call.method, path, call.body), key))
                 assert answer.status < 500, f"{path[:80]} answered {answer.status}"
                 assert not LEAKS.search(answer.body)
 
     @pytest.mark.parametrize("state", ["dead", "not ready", "overloaded"])
-    def test_an_engine_in_trouble(self, app: Any, endpoint: Endpoint, client: FakeEngineClient, state: str) -> None:
+    def test_an_engine_in_trouble(
+        self, app: Any, endpoint: Endpoint, client: FakeEngineClient, key: str, state: str
+    ) -> None:
         """Retry later, in the form of errors, and nothing about the inside."""
         if state == "dead":
             client.die("Traceback in /secret/worker.py")
         client.is_ready = state == "overloaded"
         client.queue_limit = 0 if state == "overloaded" else None
         for call in self.calls:
-            answer = asyncio.run(send(app, call, KEY))
+            answer = asyncio.run(send(app, call, key))
             allowed = (200, 429) if state == "overloaded" else (200, 503)
             assert answer.status in allowed, f"{call.path} answered {answer.status} while the engine is {state}"
             assert not LEAKS.search(answer.body)
@@ -152,14 +181,14 @@ class EndpointSuite(PluginSuite):
                 assert "retry-after" in answer.headers
                 check_error(endpoint, answer)
 
-    def test_abandoned_work_ends(self, app: Any, client: FakeEngineClient) -> None:
+    def test_abandoned_work_ends(self, app: Any, client: FakeEngineClient, key: str) -> None:
         """Within two seconds of the client's leaving."""
         if not self.aborts_abandoned:
             pytest.skip("the endpoint declares that work goes on when its client has left")
 
         async def leave(call: Call) -> None:
             client.hold.clear()
-            await abandon(app, call, lambda: client.num_running > 0, KEY)
+            await abandon(app, call, lambda: client.num_running > 0, key)
 
         for call in self.calls:
             # A call that generates nothing is answered at once.
