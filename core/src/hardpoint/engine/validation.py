@@ -45,6 +45,10 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidReq
     return InvalidRequestError(message, param=param, code=code)
 
 
+def _too_long(message: str, param: str = "prompt") -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code="context_length_exceeded")
+
+
 def _shown(value: Any) -> str:
     """A value from outside as part of a message: short, whatever it is (Python refuses to print very long integers)."""
     if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
@@ -98,11 +102,9 @@ def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
         if not prompt.text:
             raise _refuse("the prompt is empty", "prompt", "empty_prompt")
         if len(prompt.text) > (allowed := max_prompt_chars(limits)):
-            raise _refuse(
+            raise _too_long(
                 f"the prompt has {len(prompt.text)} characters; at most {allowed} are allowed, which is "
-                f"{MAX_CHARS_PER_TOKEN} for each of the context's {limits.max_model_len} tokens",
-                "prompt",
-                "context_length_exceeded",
+                f"{MAX_CHARS_PER_TOKEN} for each of the context's {limits.max_model_len} tokens"
             )
     if prompt.cache_salt is not None:
         _check_label(prompt.cache_salt, "cache_salt")
@@ -131,11 +133,9 @@ def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
 
 def _check_prompt_len(num_tokens: int, limits: ModelLimits) -> None:
     if num_tokens >= limits.max_model_len:
-        raise _refuse(
+        raise _too_long(
             f"the prompt has {num_tokens} tokens; the context length is {limits.max_model_len} tokens, "
-            "one of which must be left for the answer",
-            "prompt",
-            "context_length_exceeded",
+            "one of which must be left for the answer"
         )
 
 
@@ -170,7 +170,7 @@ def _typed(params: SamplingParams) -> SamplingParams:
     """Struct constructors check no types; converting the fields does, and turns lists into tuples."""
     if not isinstance(params, SamplingParams):
         raise _refuse(f"params must be SamplingParams, not {type(params).__name__}", "params", "invalid_type")
-    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    fields = msgspec.structs.asdict(params)
     if isinstance(fields["stop"], str):
         fields["stop"] = (fields["stop"],)
     try:
@@ -212,11 +212,8 @@ def _check_stop(params: SamplingParams, limits: ModelLimits) -> None:
 
 
 def _out_of_vocabulary(token_id: int, param: str, limits: ModelLimits) -> InvalidRequestError:
-    return _refuse(
-        f"{param} holds token id {_shown(token_id)}; ids go from 0 to {limits.vocab_size - 1}",
-        param,
-        "token_id_out_of_range",
-    )
+    message = f"{param} holds token id {_shown(token_id)}; ids go from 0 to {limits.vocab_size - 1}"
+    return _refuse(message, param, "token_id_out_of_range")
 
 
 def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
@@ -240,13 +237,10 @@ def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
 
 
 def _check_logprobs(params: SamplingParams, limits: ModelLimits) -> None:
-    for param in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, param)
-        if count is None:
-            continue
+    highest = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+    for param, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         wanted = limits.vocab_size if count == -1 else count
-        highest = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
-        if not 0 <= wanted <= highest:
+        if wanted is not None and not 0 <= wanted <= highest:
             raise _refuse(f"{param} is {_shown(count)}; it must be from 0 to {highest}", param)
 
 
@@ -268,11 +262,10 @@ def _check_lengths(params: SamplingParams, prompt_len: int, limits: ModelLimits)
     if wanted < 1:
         raise _refuse(f"max_tokens is {_shown(wanted)}; it must be at least 1", "max_tokens")
     if wanted > room:
-        raise _refuse(
+        raise _too_long(
             f"max_tokens is {_shown(wanted)} and the prompt has {prompt_len} tokens; together they exceed the context "
             f"length of {limits.max_model_len} tokens",
             "max_tokens",
-            "context_length_exceeded",
         )
     if params.min_tokens > wanted:
         raise _refuse(f"min_tokens is {params.min_tokens}, more than the {wanted} tokens allowed", "min_tokens")

@@ -24,11 +24,7 @@ T = TypeVar("T")
 _ARRAY = 1
 _MAX_DIMENSIONS = 8
 _DTYPES: tuple[np.dtype[Any], ...] = tuple(
-    np.dtype(name).newbyteorder("<")
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64"),
-    )
+    map(np.dtype, ("?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"))
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NAMES = ", ".join(dtype.name for dtype in _DTYPES)
