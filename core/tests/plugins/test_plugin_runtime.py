@@ -401,3 +401,26 @@ def test_the_fingerprint_covers_what_computes() -> None:
     for change in ({"version": "1.1"}, {"distribution": "other"}, {"name": "b"}, {"options": {"x": 1}}):
         assert digest(base) != digest(msgspec.structs.replace(base, **change))
     assert digest(base) != digest(base, planned("scheduler", "s", active=True))
+
+
+def test_naming_another_kernel_changes_the_fingerprint(site: Site) -> None:
+    """Two engines with different overrides or operators may share no cache."""
+    for kind, name in (("worker", "w"), ("kernel_override", "a"), ("kernel_override", "b"), ("custom_op", "ops")):
+        install(site, f"acme-{kind}-{name}", kind, name, GOOD)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"kernel_overrides": {"linear": "a"}},
+        {"kernel_overrides": {"linear": "b"}},
+        {"custom_ops": ["ops"]},
+    ]
+    found = [start(site, options={"worker": {"w": chosen}}).fingerprint() for chosen in choices]
+    assert len(set(found)) == len(choices)
+    assert found[1] == start(site, options={"worker": {"w": choices[1]}}).fingerprint()
+
+
+def test_a_plugin_learns_its_distribution(site: Site) -> None:
+    install(site, "Acme.Kernels", "custom_op", "ops", GOOD)
+    runtime = start(site)
+    assert runtime.context("custom_op", "ops").distribution == runtime.plan.find("custom_op", "ops").distribution
+    assert runtime.context("custom_op", "ops").distribution in ("acme-kernels", "Acme.Kernels")
+    assert runtime.context("custom_op", "absent").distribution == ""

@@ -206,6 +206,14 @@ def test_a_cryptographic_hash_has_a_fixed_seed() -> None:
     assert len(root_hash(Sha256(), None)) == 32
 
 
+def test_engines_with_different_plugins_share_no_blocks() -> None:
+    """Lesson: cache keys ignore plugin kernels. The operator's seed does not undo the difference."""
+    for seed in (None, "1"):
+        roots = {root_hash(Sha256(), seed, fingerprint=fingerprint) for fingerprint in ("", "a", "b")}
+        assert len(roots) == 3
+        assert root_hash(Sha256(), seed, fingerprint="a") == root_hash(Sha256(), seed, fingerprint="a")
+
+
 def test_an_undeclared_hash_gets_a_random_seed_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     """R11.9, R11.10, R11.12, P11.2, P11.3."""
     with caplog.at_level(logging.WARNING):

@@ -54,14 +54,20 @@ def environment_seed() -> str | None:
     return None if text in ("", "random") else text
 
 
-def root_hash(function: HashFunction, seed: str | None, logger: logging.Logger = _logger) -> BlockHash:
+def root_hash(
+    function: HashFunction, seed: str | None, logger: logging.Logger = _logger, *, fingerprint: str = ""
+) -> BlockHash:
     """The parent of every first block (R11.7-R11.10). Resolve it once and pass the value on: a random one differs
     between calls.
+
+    ``fingerprint`` is that of the active plugins: engines whose kernels or other computing plugins differ fill equal
+    blocks with different numbers, so their hashes differ from the first block on and no store confuses them.
     """
+    plugins = b" plugins " + fingerprint.encode() if fingerprint else b""
     if seed is not None:
-        return BlockHash(hashlib.sha256(_SEED_LABEL + b"given " + seed.encode()).digest())
+        return BlockHash(hashlib.sha256(_SEED_LABEL + b"given " + seed.encode() + plugins).digest())
     if getattr(function, "cryptographic", False):
-        return BlockHash(hashlib.sha256(_SEED_LABEL + b"fixed").digest())
+        return BlockHash(hashlib.sha256(_SEED_LABEL + b"fixed" + plugins).digest())
     logger.warning(
         "block hash %r is not cryptographic and %s is not set: cached prefixes cannot be shared between instances; "
         "set the variable to the same value everywhere, or choose --hash-algorithm sha256",

@@ -254,7 +254,13 @@ def check_limits(limits: SchedulerLimits) -> None:
 
 @plugin(
     "scheduler",
-    capabilities={"preempts": True, "caches_prefixes": True, "deadlines": True, "unchunked": True, "row_failures": True},
+    capabilities={
+        "preempts": True,
+        "caches_prefixes": True,
+        "deadlines": True,
+        "unchunked": True,
+        "row_failures": True,
+    },
 )
 def create(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[], float] = time.time) -> Scheduler:
     """Entry point ``fcfs``. ``clock`` gives seconds on the scale of ``EngineRequest.deadline``.
@@ -269,7 +275,8 @@ def create(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[], flo
         ctx.kv_cache, registry, max_model_len=ctx.limits.max_model_len, prefix_caching=ctx.limits.prefix_caching
     )
     function = load_hash_function(ctx.plugins, ctx.hash_algorithm)
-    root = root_hash(function, environment_seed(), ctx.logger)
+    fingerprint = ctx.plugins.fingerprint() if ctx.plugins is not None else ""
+    root = root_hash(function, environment_seed(), ctx.logger, fingerprint=fingerprint)
     return FcfsScheduler(
         SchedulerState(
             limits=ctx.limits,
