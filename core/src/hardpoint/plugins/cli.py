@@ -22,6 +22,9 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "doctor": Subcommand(
         "hardpoint.plugins.doctor_command", "explain what is used, refused or wrong; exit status 1 if anything is"
     ),
+    "manifest": Subcommand(
+        "hardpoint.testing.commands.manifest", "write what a distribution's plugins offer to a file"
+    ),
     "new": Subcommand("hardpoint.testing.commands.new", "write an installable package with a plugin that works"),
     "test": Subcommand("hardpoint.testing.commands.test", "hold installed plugins against the rules of their kinds"),
 }
