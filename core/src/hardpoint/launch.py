@@ -22,6 +22,7 @@ from hardpoint.interfaces.scheduler import SchedulerLimits
 from hardpoint.interfaces.tokenizer import TokenizerProvider
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
 from hardpoint.plugins import (
+    HookRunner,
     PluginPlan,
     PluginRuntime,
     PluginSelection,
@@ -92,13 +93,14 @@ def start_runtime(
     installed = discover()
     serves = ProcessRole.ENGINE not in roles
     plan = build_plan(installed, plugin_selection(config, engine, environ, serves=serves))
+    runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
+    HookRunner.from_runtime(runtime)  # Before anything that may touch hardware or import a framework.
     choice = select_platform(plan, engine.execution.platform, installed=installed)
     reason = "; ".join(f"{name}: {probe.status} ({probe.reason})" for name, probe in choice.probes)
     selected_by = SelectedBy.DEFAULT if engine.execution.platform is None else SelectedBy.NAMED
-    plan = plan.choose("platform", choice.name, selected_by, reason)
+    runtime.plan = plan.choose("platform", choice.name, selected_by, reason)
     for notice in plan.notices:
         _logger.info("%s", notice)
-    runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
     runtime.attach_platform(runtime.create("platform", choice.name, runtime.context("platform", choice.name)))
     return runtime
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -29,7 +29,7 @@ from hardpoint.roles import ProcessRole
 if TYPE_CHECKING:
     from hardpoint.plugins import PluginRuntime
 
-__all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "stop_all"]
+__all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "starting", "stop_all"]
 
 _logger = get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -185,7 +185,7 @@ def boot(
     platform: str | None = None,
     log_level: str | None = None,
 ) -> PluginRuntime:
-    """First act of a process that holds ``roles``: logging, the plan, its verification, platform and hooks.
+    """First act of a process that holds ``roles``: logging, the plan, its verification, hooks, then the platform.
 
     ``platform`` None takes the one the plan has chosen, if any. Raises ``PluginMismatchError`` when the plugins
     installed here differ from the plan, ``PluginLoadError`` for a plugin that is needed and fails.
@@ -200,19 +200,33 @@ def boot(
     except msgspec.MsgspecError as error:
         raise PluginError(f"what {title} was given is not a plugin plan: {error}") from error
     runtime = PluginRuntime(decoded, roles, rank)
+    hooks = HookRunner.from_runtime(runtime)  # Vendors prepare the process here: nothing has touched hardware yet.
     if platform is None:
         platform = next((planned.name for planned in runtime.plan.of("platform") if planned.active), None)
     if platform is not None:
         runtime.attach_platform(runtime.create("platform", platform, runtime.context("platform", platform)))
-    HookRunner.from_runtime(runtime).call("process_started", roles=roles, rank=rank)
+    hooks.start(runtime)
     return runtime
 
 
-def announce_stop(runtime: PluginRuntime) -> None:
-    """Last act of an orderly end: tell this process's hooks."""
+@contextlib.contextmanager
+def starting(runtime: PluginRuntime) -> Iterator[None]:
+    """Tell this process's hooks that ``runtime`` begins its work, and should the body fail, that it ended."""
     from hardpoint.plugins import HookRunner
 
-    HookRunner.from_runtime(runtime).call("process_stopping")
+    HookRunner.from_runtime(runtime).start(runtime)
+    try:
+        yield
+    except BaseException:
+        announce_stop(runtime)
+        raise
+
+
+def announce_stop(runtime: PluginRuntime) -> None:
+    """Last act of an orderly end: tell this process's hooks. Idempotent."""
+    from hardpoint.plugins import HookRunner
+
+    HookRunner.from_runtime(runtime).stop(runtime)
 
 
 def _interpreter_flags() -> list[str]:

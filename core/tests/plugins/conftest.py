@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hardpoint.plugins import Discovery, PluginPlan, PluginSelection, build_plan, discover
+from hardpoint.testing.hooks_reset import forget_hooks
 
 
 class Site:
@@ -76,6 +77,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(root))
     yield Site(root)
+    forget_hooks()
     for name in set(sys.modules) - before:
         if str(root) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

@@ -108,7 +108,7 @@ def bad_wrapper() -> object:
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (bad_unknown_hook, r"'p', request_aded\(self, request.*there is no such hook; known hooks: process_started,"),
+        (bad_unknown_hook, r"'p', request_aded\(self, request.*there is no such hook; known hooks: process_booting,"),
         (bad_argument, r"'p', request_added\(self, reqest.*unknown arguments reqest; allowed: .*request"),
         (bad_unmarked, "'p', step_finished: it is named like a hook but lacks @hookimpl"),
         (bad_wrapper, r"'p', step_finished\(self, stats.*wrappers are not supported"),

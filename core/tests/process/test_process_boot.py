@@ -15,8 +15,10 @@ from hardpoint.plugins import PluginPlan, PluginSelection, build_plan, discover
 from hardpoint.process import announce_stop, boot
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.executor_suite import install_fake_worker
+from hardpoint.testing.hooks_reset import forget_hooks
 
 MODULE = """
+import os
 from hardpoint.interfaces.hooks import hookimpl
 from hardpoint.interfaces.plugin import plugin
 SEEN = []
@@ -30,16 +32,22 @@ class Observer:
         SEEN.append(("started", sorted(roles), rank))
 
     @hookimpl
+    def process_booting(self, roles, rank, environ):
+        SEEN.append(("booting", sorted(roles), rank))
+        environ["BOOT_PARTS"] = "yes"
+
+    @hookimpl
     def process_stopping(self):
         SEEN.append("stopping")
 
 @plugin("hooks")
 def observer(ctx, options):
-    SEEN.append(("platform", ctx.platform.name if ctx.platform else None))
+    SEEN.append(("hooks", ctx.platform))
     return Observer()
 
 @plugin("platform")
 def paper(ctx, options):
+    SEEN.append(("platform", os.environ["BOOT_PARTS"]))
     return Device()
 
 @plugin("platform")
@@ -51,6 +59,7 @@ def torn(ctx, options):
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("BOOT_PARTS", "no")
     metadata = tmp_path / "boot_parts.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: boot-parts\nVersion: 2.0\n")
@@ -63,6 +72,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     importlib.invalidate_caches()
     level = logging.getLogger("hardpoint").level
     yield tmp_path
+    forget_hooks()
     logging.getLogger("hardpoint").setLevel(level)
     sys.modules.pop("boot_parts", None)
 
@@ -75,12 +85,12 @@ def seen() -> list[object]:
     return list(importlib.import_module("boot_parts").SEEN)
 
 
-def test_platform_comes_before_hooks_and_hooks_before_any_work(site: Path) -> None:
+def test_hooks_come_before_the_platform_and_both_before_any_work(site: Path) -> None:
     chosen = plan(site, choices={"platform": "paper"}).to_bytes()
     runtime = boot(chosen, {ProcessRole.WORKER}, rank=2)
     assert runtime.platform is not None
     assert runtime.context("worker", "faulty").rank == 2
-    assert seen() == [("platform", "paper"), ("started", ["worker"], 2)]
+    assert seen() == [("hooks", None), ("booting", ["worker"], 2), ("platform", "yes"), ("started", ["worker"], 2)]
     announce_stop(runtime)
     assert seen()[-1] == "stopping"
     assert [f"{s.kind}:{s.name}" for s in runtime.report().plugins if s.state == "created"] == [

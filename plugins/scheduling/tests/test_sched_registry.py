@@ -73,6 +73,9 @@ class FakePlugins:
     def fingerprint(self) -> str:
         return "0"
 
+    def notify(self, hook: str, **arguments: object) -> None:
+        del hook, arguments
+
 
 def test_the_first_query_sees_the_built_ins() -> None:
     """R1.65."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hardpoint.config.errors import from_validation, one_line
+from hardpoint.config.errors import one_line
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
+from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
 
@@ -124,10 +125,7 @@ def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Ap
         raise ConfigError("no model is named; give one as the first argument or as model.name in the file")
     _apply_plugin_arguments(arguments, environ, rest)
     name = engine["model"].get("served_name") or engine["model"]["name"]
-    try:
-        return AppConfig.model_validate({"engines": {str(name): engine}, **rest})
-    except ValidationError as error:
-        raise from_validation(error, AppConfig) from None
+    return settle({"engines": {str(name): engine}, **rest})
 
 
 def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hardpoint.config.units import Bytes, Count
 from hardpoint.plugins.selection import DEFAULT_ENDPOINTS
@@ -110,12 +110,12 @@ class EngineConfig(_Section):
     execution: ExecutionConfig = ExecutionConfig()
 
     @classmethod
-    def from_settings(cls, model: str, **settings: Any) -> EngineConfig:
-        """Flat keyword settings (``dtype="bfloat16", max_num_seqs=8``) sorted into their sections.
+    def sections(cls, model: str, **settings: Any) -> dict[str, dict[str, Any]]:
+        """Flat keyword settings (``dtype="bfloat16", max_num_seqs=8``) sorted into their sections, not validated.
 
-        Raises ``ConfigError`` for a setting that no section has and for a value that cannot be.
+        Raises ``ConfigError`` for a setting that no section has.
         """
-        from hardpoint.config.errors import from_validation, unknown_setting
+        from hardpoint.config.errors import unknown_setting
 
         sections: dict[str, dict[str, Any]] = {"model": {"name": model}, "cache": {}, "scheduler": {}, "execution": {}}
         owners = {
@@ -127,10 +127,7 @@ class EngineConfig(_Section):
             if key not in owners or key == "name":
                 raise unknown_setting(key, owners)
             sections[owners[key]][key] = value
-        try:
-            return cls.model_validate(sections)
-        except ValidationError as error:
-            raise from_validation(error, cls) from None
+        return sections
 
 
 class ServerConfig(_Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,9 +27,10 @@ from hardpoint.interfaces.stat_logger import StatLogger
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
 from hardpoint.plugins.runtime import PluginRuntime
-from hardpoint.process import announce_start, announce_stop
+from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
 
+_logger = logging.getLogger("hardpoint.engine")
 OFF_LOOP_CHARS = 4096
 """Texts longer than this are tokenized on a thread, so that other streams go on."""
 
@@ -70,24 +72,21 @@ class AsyncLLM:
     async def create(cls, model: str, **settings: Any) -> AsyncLLM:
         """Start the engine of ``model``; ``settings`` are the command line's in their Python spelling."""
         launch = await asyncio.to_thread(launch_model, model, settings, frozenset({ProcessRole.API}))
-        announce_start(launch.runtime)
-        try:
-            llm = await cls.start(launch.spec, launch.runtime)
-        except BaseException:
-            announce_stop(launch.runtime)
-            raise
-        llm._on_stop = partial(announce_stop, launch.runtime)
-        return llm
+        return await cls.start(launch.spec, launch.runtime)
 
     @classmethod
     async def start(cls, spec: EngineSpec, runtime: PluginRuntime) -> AsyncLLM:
         """Load the tokenizer here and the model in a new engine process. Raises whatever stops the start."""
-        # A large vocabulary takes a second to read; probes and signals are answered meanwhile.
-        frontend = await asyncio.to_thread(Frontend.from_spec, spec, runtime)
-        loggers = runtime.create_all("stat_logger")
-        stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
-        client = await ProcessClient.launch(spec)
-        return cls(client, frontend, max_unfinished=spec.max_unfinished, stats=stats)
+        with starting(runtime):
+            # A large vocabulary takes a second to read; probes and signals are answered meanwhile.
+            frontend = await asyncio.to_thread(Frontend.from_spec, spec, runtime)
+            loggers = runtime.create_all("stat_logger")
+            stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
+            _logger.info("%s", runtime.report().summary())
+            client = await ProcessClient.launch(spec)
+        llm = cls(client, frontend, max_unfinished=spec.max_unfinished, stats=stats)
+        llm._on_stop = partial(announce_stop, runtime)
+        return llm
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     executor: Executor = runtime.create("executor", spec.executor, context)
     try:
         core = _build_around(spec, runtime, executor)
+        for report in core.load_reports():
+            _logger.info("%s", report.summary())
     except WorkerError as error:
         executor.shutdown()
         # What a worker raised on purpose keeps its class, so that callers can tell a bad model from a bad worker.

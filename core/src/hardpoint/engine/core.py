@@ -41,7 +41,7 @@ class EngineCore:
         executor: Executor,
         *,
         max_inflight_steps: int = 1,
-        hook: Callable[..., None] = lambda name, **arguments: None,
+        hook: Callable[..., object] = lambda name, **arguments: None,
         load_reports: Callable[[], Sequence[LoadReport]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -220,7 +220,7 @@ class EngineCore:
     def _hook(self, name: str, **arguments: object) -> None:
         self._guard(lambda: self._run_hook(name, **arguments))
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[], object]) -> None:
         """Whatever a scheduler, executor or strict hook raises leaves unknown state behind: the engine ends."""
         try:
             action()

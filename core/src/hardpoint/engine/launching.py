@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.config.settle import settle
 from hardpoint.launch import Launch, prepare
 from hardpoint.roles import ProcessRole
 
@@ -15,7 +16,8 @@ Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
 
 def launch_model(model: str, settings: Mapping[str, Any], roles: frozenset[ProcessRole]) -> Launch:
     """``settings`` are the command line's in their Python spelling. Raises what ``prepare`` raises."""
-    return launch_config(AppConfig.single(EngineConfig.from_settings(model, **settings)), roles)
+    engine = EngineConfig.sections(model, **settings)
+    return launch_config(settle({"engines": {str(engine["model"].get("served_name") or model): engine}}), roles)
 
 
 def launch_config(config: AppConfig, roles: frozenset[ProcessRole]) -> Launch:

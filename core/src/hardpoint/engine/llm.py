@@ -27,7 +27,7 @@ from hardpoint.errors import EngineDeadError, InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.process import announce_start, announce_stop
+from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
 
 PromptLike = str | Sequence[int] | Prompt
@@ -45,13 +45,9 @@ class LLM:
 
     def __init__(self, model: str, *, launch: Launcher = launch_model, **settings: Any) -> None:
         started = launch(model, settings, ROLES)
-        announce_start(started.runtime)
-        try:
+        with starting(started.runtime):
             frontend = Frontend.from_spec(started.spec, started.runtime)
             core = build_engine(started.spec, started.runtime)
-        except BaseException:
-            announce_stop(started.runtime)
-            raise
         self._assemble(core, frontend, started.spec.max_unfinished, lambda: announce_stop(started.runtime))
 
     @classmethod

@@ -10,11 +10,15 @@ may not stand between the engine and another observer. Return values are ignored
 
 Hooks run on the process's main loop, so they must return at once. An exception quarantines its plugin, or stops the
 process if the plugin is strict (``--strict-plugins``) or was named.
+
+A process creates its hooks before anything else and keeps them to its end, however many engines it starts and stops:
+``ctx.platform`` is ``None``, and where an instance is launched ``ctx.roles`` holds the launcher alone and
+``ctx.plugins`` knows hooks only. A forked process creates its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import MutableMapping, Set
 from typing import Any
 
 import pluggy
@@ -33,16 +37,34 @@ class HookSpecs:
     """Every hook, with its full arguments and the process that calls it."""
 
     @hookspec
+    def process_booting(self, roles: Set[ProcessRole], rank: int | None, environ: MutableMapping[str, str]) -> None:
+        """All processes, once, before a platform is imported and before any framework is.
+
+        ``environ`` is the process's environment: what is set there, such as ``OMP_NUM_THREADS``, is seen by all that
+        comes later, and inherited by processes started from here. ``roles`` is the launcher's alone where an instance
+        is launched, since what else that process will be is settled later; ``rank`` as in :meth:`process_started`.
+        """
+
+    @hookspec
+    def configure(self, config: dict[str, Any]) -> None:
+        """Launcher, after ``process_booting``: the settings as they were given, to be edited in place.
+
+        ``config`` is a nested dict as in a configuration file, with ``engines`` by served name, ``server``, ``plugins``
+        and so on; it holds what command line, environment and file set, not the defaults, and was not validated yet.
+        Of a hook that raises no edit is kept. Nothing may be changed under ``plugin_policy``, ``plugins.hooks`` and
+        ``server.endpoints``: those say which plugins may act, and only the operator does.
+        """
+
+    @hookspec
     def process_started(self, roles: Set[ProcessRole], rank: int | None) -> None:
-        """All processes, before any work. ``rank`` is the worker's global rank, ``None`` outside a worker."""
+        """All processes, before any work. ``rank`` is the global rank of a worker's own process, ``None`` elsewhere.
+
+        Where several engines live in one process, once for all that overlap.
+        """
 
     @hookspec
     def process_stopping(self) -> None:
-        """All processes, once, when an orderly end begins."""
-
-    @hookspec
-    def configure(self, config: Any) -> None:
-        """Launcher, before the configuration is checked and frozen. ``config`` is edited in place."""
+        """All processes, once after each ``process_started``: the last act of an orderly end."""
 
     @hookspec
     def request_added(self, request: Any) -> None:
@@ -58,4 +80,5 @@ class HookSpecs:
 
     @hookspec
     def model_loaded(self, model_name: str, rank: int, load_seconds: float) -> None:
-        """Worker: the weights are in place. ``load_seconds`` is wall-clock time."""
+        """Each worker: the weights are in place. ``model_name`` is the model as it was asked for, before any served
+        name; ``load_seconds`` is wall-clock time."""

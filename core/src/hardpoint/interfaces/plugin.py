@@ -58,8 +58,9 @@ class PluginContext:
     """What a factory may know about its surroundings. Kinds extend it with exactly what they need.
 
     ``api_version`` is the major version of the plugin's own kind. ``rank`` is the worker's global rank, or ``None``
-    outside a worker. ``platform`` is ``None`` only while the platform itself is being created. ``distribution`` is the
-    one the plugin was installed with, by its canonical name; empty where nothing is installed (in tests).
+    outside a worker. ``platform`` is ``None`` only for hooks and while the platform itself is being created.
+    ``distribution`` is the one the plugin was installed with, by its canonical name; empty where nothing is installed
+    (in tests).
     """
 
     name: str
@@ -90,6 +91,9 @@ class PluginAccess(Protocol):
     def fingerprint(self) -> str:
         """Hex digest over the active plugins (kind, name, distribution, version), for cache keys."""
 
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call this process's implementations of ``hook``. Raises when a strict or named one fails."""
+
 
 class PluginFactory(Protocol[T_co]):
     def __call__(self, ctx: Any, options: Any, /) -> T_co: ...
@@ -100,7 +104,8 @@ class PluginDeclaration(Generic[T_co]):
     """What :func:`plugin` attaches to a factory.
 
     ``probe`` answers without initializing a device (platforms: without importing torch). ``capabilities`` are open
-    string keys shown by ``plugins doctor`` and tested both ways by the conformance kit.
+    string keys shown by ``plugins doctor`` and tested both ways by the conformance kit. ``roles`` narrows the processes
+    that may create the plugin to some of its kind's, ``None`` to all of them.
     """
 
     kind: str
@@ -108,6 +113,7 @@ class PluginDeclaration(Generic[T_co]):
     probe: Callable[[], ProbeResult] | None = None
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     required_tasks: frozenset[str] = frozenset()
+    roles: frozenset[ProcessRole] | None = None
 
 
 def plugin(
@@ -117,12 +123,13 @@ def plugin(
     probe: Callable[[], ProbeResult] | None = None,
     capabilities: Mapping[str, Any] | None = None,
     required_tasks: frozenset[str] = frozenset(),
+    roles: frozenset[ProcessRole] | None = None,
 ) -> Callable[[FactoryT], FactoryT]:
     """Declare a factory function or class as a plugin of ``kind``. Has no side effect beyond the attribute."""
 
     def mark(factory: FactoryT) -> FactoryT:
         declaration: PluginDeclaration[Any] = PluginDeclaration(
-            kind, options, probe, dict(capabilities or {}), required_tasks
+            kind, options, probe, dict(capabilities or {}), required_tasks, roles
         )
         setattr(factory, DECLARATION_ATTRIBUTE, declaration)
         return factory

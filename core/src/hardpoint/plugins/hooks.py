@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pluggy
 
 from hardpoint.errors import PluginConflictError, PluginError, PluginLoadError
 from hardpoint.interfaces.hooks import HOOK_NAMESPACE, HookSpecs
-from hardpoint.plugins.runtime import PluginRuntime
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.runtime import PluginRuntime
 
 __all__ = ["HookRunner"]
 
 _logger = logging.getLogger("hardpoint.plugins")
 _Implementation = tuple[str, Callable[..., object], tuple[str, ...]]
 FailurePolicy = Callable[[str, Exception], None]
+_of_process: dict[tuple[int, bool, bytes], HookRunner] = {}
+"""By process id, so that a forked child makes its own. Nothing but the tests' reset takes a runner out."""
 
 
 class HookRunner:
@@ -33,21 +41,49 @@ class HookRunner:
         self._manager.add_hookspecs(HookSpecs)
         self._distributions: dict[str, str] = {}
         self._calls: dict[str, tuple[_Implementation, ...]] = {}
+        self._owner: PluginRuntime | None = None
+        self._at_work: set[PluginRuntime] = set()
 
     @classmethod
     def from_runtime(cls, runtime: PluginRuntime) -> HookRunner:
-        """A runner with every admitted ``hooks`` plugin of this process, under the runtime's failure policy."""
+        """This process's runner for the ``hooks`` plugins in the plan of ``runtime``.
 
-        def policy(plugin: str, error: Exception) -> None:
-            runtime.quarantine("hooks", plugin, error)
+        The first runtime to ask creates the plugins, under its failure policy, and has them told ``process_booting``;
+        others of the same process with the same hooks in their plan share them.
+        """
+        key = (os.getpid(), runtime.plan.strict, msgspec.msgpack.encode(runtime.plan.of("hooks")))
+        runner = _of_process.get(key)
+        if runner is None:
+            runner = cls._create(runtime)
+            runner.call("process_booting", roles=runtime.roles, rank=runtime.rank, environ=os.environ)
+            _of_process[key] = runner
+        runtime.hooks_owner = runner._owner
+        return runner
 
+    @classmethod
+    def _create(cls, runtime: PluginRuntime) -> HookRunner:
+        policy = partial(runtime.quarantine, "hooks")
         runner = cls(strict=runtime.plan.strict, on_failure=policy)
+        runner._owner = runtime
         for name, instance in runtime.create_all("hooks").items():
             try:
                 runner.register(name, instance, distribution=runtime.plan.find("hooks", name).distribution)
             except PluginError as error:
                 policy(name, error)
         return runner
+
+    def start(self, runtime: PluginRuntime) -> None:
+        """``runtime`` begins its work: ``process_started``, unless another one of this process is at work already."""
+        if not self._at_work:
+            self.call("process_started", roles=runtime.roles, rank=runtime.rank)
+        self._at_work.add(runtime)
+
+    def stop(self, runtime: PluginRuntime) -> None:
+        """``runtime`` has ended its work: ``process_stopping``, once nobody else is at work. Idempotent."""
+        if runtime in self._at_work:
+            self._at_work.remove(runtime)
+            if not self._at_work:
+                self.call("process_stopping")
 
     def register(self, plugin: str, instance: object, *, distribution: str = "") -> None:
         """Add a plugin's implementations.
@@ -82,19 +118,23 @@ class HookRunner:
         """Names of the plugins that implement ``hook``, in calling order."""
         return tuple(plugin for plugin, _, _ in self._implementations(hook))
 
-    def call(self, hook: str, **arguments: object) -> None:
-        """Run every implementation of ``hook`` in order. Costs one dictionary lookup when there is none.
+    def call(self, hook: str, *, only: str | None = None, **arguments: Any) -> bool:
+        """Run every implementation of ``hook`` in order, or that of one plugin. Cheap when there is none.
 
-        Raises what the failure policy raises.
+        False when one failed and the failure policy lets the process go on; raises what the policy raises.
         """
+        succeeded = True
         for plugin, function, names in self._implementations(hook):
             missing = [name for name in names if name not in arguments]
             if missing:
                 raise TypeError(f"hook {hook} was called without {', '.join(missing)}")
             try:
-                function(*[arguments[name] for name in names])
+                if only in (None, plugin):
+                    function(*[arguments[name] for name in names])
             except Exception as error:
                 self._failed(plugin, hook, error)
+                succeeded = False
+        return succeeded
 
     def _implementations(self, hook: str) -> tuple[_Implementation, ...]:
         cached = self._calls.get(hook)

@@ -17,6 +17,7 @@ import msgspec
 from hardpoint.errors import HardpointError, PluginError, PluginLoadError, PluginMismatchError
 from hardpoint.interfaces.plugin import PluginContext, PluginDeclaration, declaration_of
 from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.kinds import KINDS, Cardinality, kind_spec
 from hardpoint.plugins.options import validate_options
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
@@ -75,6 +76,7 @@ class PluginRuntime:
         self.roles = frozenset(roles)
         self.rank = rank
         self.platform = platform
+        self.hooks_owner: PluginRuntime | None = None
         self._current = _Activation(os.getpid())
         self.verify(installed)
 
@@ -149,6 +151,9 @@ class PluginRuntime:
         ]
         return sha256(msgspec.json.encode(sorted(relevant, key=lambda row: row[:3]), order="sorted")).hexdigest()
 
+    def notify(self, hook: str, **arguments: Any) -> None:
+        HookRunner.from_runtime(self).call(hook, **arguments)
+
     def load_factory(self, kind: str, name: str) -> PluginFactoryRecord:
         """Import the plugin, once per process.
 
@@ -166,6 +171,7 @@ class PluginRuntime:
                 raise self._failure(planned, "loading", error) from error
             self._note(planned, PluginState.LOADED, seconds=time.perf_counter() - started)
             activation.factories[kind, name] = record
+        self._require_role(kind, record.declaration.roles, f"{planned.label} may")
         return record
 
     def create(self, kind: str, name: str, context: PluginContext) -> Any:
@@ -244,7 +250,9 @@ class PluginRuntime:
 
     def report(self) -> LoadReport:
         """The state of every planned and refused plugin in this process."""
-        done = self._activation().statuses
+        done = dict(self._activation().statuses)
+        if self.hooks_owner is not None:
+            done.update(row for row in self.hooks_owner._activation().statuses.items() if row[0][0] == "hooks")
         rows = [done.get((planned.kind, planned.name)) or self._untouched(planned) for planned in self.plan.plugins]
         rows += [
             PluginStatus(entry.kind, entry.name, entry.distribution, "", PluginState.REFUSED, entry.reason)
@@ -266,10 +274,11 @@ class PluginRuntime:
     def _permits(self, kind: str) -> bool:
         return bool(kind_spec(kind).roles & self.roles)
 
-    def _require_role(self, kind: str) -> None:
-        if not self._permits(kind):
-            owners = ", ".join(sorted(kind_spec(kind).roles))
-            raise PluginError(f"{kind} plugins run only in processes with the role {owners}; this is {self.process}")
+    def _require_role(self, kind: str, declared: frozenset[ProcessRole] | None = None, what: str = "") -> None:
+        allowed = kind_spec(kind).roles if declared is None else declared
+        if not allowed & self.roles:
+            owners, what = ", ".join(sorted(allowed)), what or f"{kind} plugins"
+            raise PluginError(f"{what} run only in processes with the role {owners}; this is {self.process}")
 
     def _note(self, planned: PlannedPlugin, state: PluginState, reason: str = "", seconds: float | None = None) -> None:
         statuses, key = self._activation().statuses, (planned.kind, planned.name)
@@ -298,4 +307,7 @@ def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:
         raise TypeError(
             f"{planned.entry_point} is declared as a {declaration.kind} plugin, but its entry point says {planned.kind}"
         )
+    if declaration.roles is not None and not declaration.roles <= kind_spec(planned.kind).roles:
+        alien = ", ".join(sorted(declaration.roles - kind_spec(planned.kind).roles))
+        raise TypeError(f"{planned.entry_point} is declared for the role {alien}, where no {planned.kind} plugin runs")
     return PluginFactoryRecord(planned, factory, declaration)

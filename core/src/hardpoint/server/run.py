@@ -23,8 +23,6 @@ from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter, StatLogger
 from hardpoint.ipc import create_runtime_dir
 from hardpoint.launch import Launch, prepare
-from hardpoint.plugins import HookRunner, PluginRuntime
-from hardpoint.process import announce_stop
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
 from hardpoint.server.keys import load_admin_keys, load_keys, require_safe_binding
@@ -149,8 +147,6 @@ class _Service:
         """Raises what stops the engine's start."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        runtime: PluginRuntime = self._launch.runtime
-        HookRunner.from_runtime(runtime).call("process_started", roles=runtime.roles, rank=None)
         async with started(self._parts.endpoints):
             http = asyncio.create_task(self._http.serve([listener]), name="http")
             print(self._headline(listener), flush=True)
@@ -160,7 +156,6 @@ class _Service:
                 self._http.should_exit = True
                 self._http.force_exit = self._hurry.is_set()
                 await http
-        announce_stop(runtime)
 
     async def _serve_engine(self) -> None:
         engine = await self._start_engine()

@@ -1,14 +1,14 @@
-"""Builds and calls the worker plugin in the current process; the same for an in-process worker and a worker process."""
+"""Builds the worker plugin in the current process; the same for an in-process worker and a worker process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hardpoint.interfaces import PluginAccess, Worker, WorkerConfig, WorkerContext
 
-__all__ = ["build_worker", "call_worker"]
+__all__ = ["build_worker", "load_model"]
 
 
 def build_worker(plugins: PluginAccess, name: str, config: WorkerConfig, attributes: Mapping[str, Any]) -> Worker:
@@ -29,17 +29,10 @@ def build_worker(plugins: PluginAccess, name: str, config: WorkerConfig, attribu
     return worker
 
 
-def call_worker(
-    worker: Worker, method: str, arguments: Sequence[Any], plugins: PluginAccess, config: WorkerConfig
-) -> Any:
-    """The method's result. This process's hooks hear of a loaded model."""
+def load_model(worker: Worker, plugins: PluginAccess, config: WorkerConfig) -> None:
+    """Load, and tell this process's hooks."""
     started = time.perf_counter()
-    result = getattr(worker, method)(*arguments)
-    if method == "load_model":
-        plugins.notify(
-            "model_loaded",
-            model_name=config.model.artifact.name,
-            rank=config.parallel.rank,
-            load_seconds=time.perf_counter() - started,
-        )
-    return result
+    worker.load_model()
+    seconds = time.perf_counter() - started
+    name, rank = config.model.artifact.name, config.parallel.rank
+    plugins.notify("model_loaded", model_name=name, rank=rank, load_seconds=seconds)

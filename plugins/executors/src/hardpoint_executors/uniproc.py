@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from hardpoint.interfaces import (
     plugin,
 )
 from hardpoint.interfaces.worker import WORKER_RPC
-from hardpoint_executors.build import build_worker, call_worker
+from hardpoint_executors.build import build_worker, load_model
 from hardpoint_executors.context import require
 from hardpoint_executors.errors import worker_error
 from hardpoint_executors.outputs import OutputQueue
@@ -41,7 +41,7 @@ def create(ctx: ExecutorContext, options: NoOptions) -> UniprocExecutor:
             f"choose --executor multiproc"
         )
     worker = build_worker(plugins, ctx.worker, config, ctx.worker_options)
-    return UniprocExecutor(worker, partial(call_worker, worker, plugins=plugins, config=config))
+    return UniprocExecutor(worker, {"load_model": partial(load_model, worker, plugins, config)})
 
 
 class UniprocExecutor(Executor):
@@ -50,10 +50,10 @@ class UniprocExecutor(Executor):
     A call cannot be interrupted: ``timeout_s`` has no effect but on the shutdown's wait for a device.
     """
 
-    def __init__(self, worker: Worker, call: Callable[[str, Sequence[Any]], Any]) -> None:
-        """``call`` runs a method of ``worker``."""
+    def __init__(self, worker: Worker, own: Mapping[str, Callable[[], Any]]) -> None:
+        """``own`` are the methods that this process answers in the worker's stead."""
         self._worker = worker
-        self._call_worker = call
+        self._own = own
         self._codec = RpcCodec(WORKER_RPC)
         self._outputs = OutputQueue("outputs")
         self._is_shut_down = False
@@ -106,7 +106,7 @@ class UniprocExecutor(Executor):
         if self._is_shut_down:
             raise EngineDeadError("the executor is shut down")
         try:
-            return self._call_worker(method, args)
+            return (self._own.get(method) or getattr(self._worker, method))(*args)
         except Exception as error:
             raise _failed(method, error) from error
 

@@ -12,7 +12,7 @@ from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.interfaces.worker import PendingOutput, Worker
 from hardpoint.ipc import Decoder, encode
 from hardpoint.process import announce_stop, boot
-from hardpoint_executors.build import build_worker, call_worker
+from hardpoint_executors.build import build_worker, load_model
 from hardpoint_executors.channel import Channel
 from hardpoint_executors.messages import StartFailure, WorkerReady, WorkerStart
 from hardpoint_executors.outputs import OutputQueue
@@ -37,8 +37,9 @@ def main(payload: bytes) -> int:
         channel.send(encode(StartFailure(RpcFailure.of(error))))
         return 1
     channel.send(encode(WorkerReady()))
+    loads = partial(load_model, worker, runtime, start.config)
     try:
-        serve(worker, calls.receive, channel.send, rank, {LOAD_REPORT: runtime.report})
+        serve(worker, calls.receive, channel.send, rank, {LOAD_REPORT: runtime.report, "load_model": loads})
     except BrokenPipeError:
         return 1
     announce_stop(runtime)
