@@ -1,42 +1,31 @@
-"""Our scheduler, layout and hash keep the contracts of their kinds."""
+"""Our scheduler, KV cache spec, layout and hash keep the contracts of their kinds, and the rules for all plugins."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from hardpoint.interfaces import (
-    HashContext,
-    HashFunction,
-    KVLayout,
-    NoOptions,
-    Scheduler,
-    SchedulerContext,
-)
 from hardpoint.testing.hash_suite import HashSuite
+from hardpoint.testing.kv_cache_spec_suite import KVCacheSpecSuite
 from hardpoint.testing.kv_layout_suite import KVLayoutSuite
 from hardpoint.testing.scheduler_suite import SchedulerSuite
-from hardpoint_scheduling.kv_cache.hashing import create_sha256
-from hardpoint_scheduling.kv_cache.layouts import LayerOutermostLayout
-from hardpoint_scheduling.schedulers.fcfs import create as create_fcfs
 
 
 class TestFcfs(SchedulerSuite):
+    plugin: ClassVar[str | None] = "fcfs"
     preempts: ClassVar[bool] = True
     caches_prefixes: ClassVar[bool] = True
     deadlines: ClassVar[bool] = True
     unchunked: ClassVar[bool] = True
 
-    def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
-        return create_fcfs(ctx, NoOptions())
-
 
 class TestSha256(HashSuite):
+    plugin: ClassVar[str | None] = "sha256"
     entry: ClassVar[str | None] = "hardpoint_scheduling.kv_cache.hashing:create_sha256"
-
-    def create_hash(self, ctx: HashContext) -> HashFunction:
-        return create_sha256(ctx, NoOptions())
 
 
 class TestLayerOutermost(KVLayoutSuite):
-    def create_layout(self) -> KVLayout:
-        return LayerOutermostLayout()
+    plugin: ClassVar[str | None] = "layer_outermost"
+
+
+class TestFullAttention(KVCacheSpecSuite):
+    plugin: ClassVar[str | None] = "full_attention"

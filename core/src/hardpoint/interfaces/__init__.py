@@ -27,7 +27,7 @@ from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, I
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
     AttentionSpec, BlockHash, BlockHashWithGroup, BlockHasher, DTYPE_BYTES, FullAttentionSpec, HashContext,
-    HashFunction, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout,
+    HashFunction, KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout,
     KVPlanRequest, KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire,
     spec_to_wire,
 )
@@ -70,7 +70,7 @@ __all__ = [
     "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
     "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array",
     "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
-    "IOProcessorContext", "IORequest", "Int32Array", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec",
+    "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec",
     "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride",
     "LayerSpec", "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays",
     "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits",

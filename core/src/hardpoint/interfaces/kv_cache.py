@@ -8,7 +8,7 @@ here and nowhere else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NewType, Protocol
@@ -206,6 +206,41 @@ class KVPlanRequest:
     layers_by_rank: tuple[tuple[str, ...], ...] = ()
 
 
+class KVBlockPool(Protocol):
+    """The blocks of all groups, as managers see them: reference counts, the free ones, and the index of prefixes.
+
+    A free block keeps its key until it is handed out for new content. Any method but ``allocate`` ignores the null
+    block.
+    """
+
+    @property
+    def num_free(self) -> int: ...
+
+    def allocate(self, count: int) -> Sequence[int]:
+        """``count`` blocks for new content, each referenced once. Raises ``OutOfBlocksError``, having taken none."""
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more reference to each; free ones leave the free blocks."""
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """One reference less to each, in this order: of those that become free, the last is evicted last.
+
+        Raises ``ValueError`` for a block that nobody refers to.
+        """
+
+    def remember(self, block: int, key: BlockHashWithGroup) -> None:
+        """Enter a block whose content is complete into the index, instead of the key it had."""
+
+    def forget(self, block: int) -> None:
+        """Take a block out of the index; it stays whose it is."""
+
+    def find(self, key: BlockHashWithGroup) -> int | None:
+        """A block that holds what ``key`` stands for, referenced or free; it is not touched."""
+
+    def find_chain(self, hashes: Iterable[BlockHash], group: int) -> Sequence[int]:
+        """Blocks of the longest cached prefix of ``hashes``, none of which is touched."""
+
+
 class KVCacheManager(ABC):
     """Blocks of one group. An id in a table never changes once handed out, except to the null block; tables only grow.
 
@@ -245,12 +280,12 @@ class KVCacheManager(ABC):
 class KVSpecRegistration:
     """What a ``kv_cache_spec`` plugin's factory returns.
 
-    ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``; the pool is the scheduler family's
-    own object and opaque here. ``grouping_base`` must be an ancestor of ``spec_class`` (default: itself).
+    ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``. ``grouping_base`` must be an ancestor of ``spec_class`` (default: itself).
     """
 
     spec_class: type[KVCacheSpec]
     manager: Callable[[Any, int, Any], KVCacheManager]
+    """Its pool is a :class:`KVBlockPool`, its spec one of ``spec_class``."""
     grouping_base: type[KVCacheSpec] | None = None
 
 

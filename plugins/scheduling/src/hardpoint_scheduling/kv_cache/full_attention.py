@@ -8,6 +8,7 @@ from itertools import islice
 from hardpoint.interfaces import (
     BlockHash,
     FullAttentionSpec,
+    KVBlockPool,
     KVCacheManager,
     KVCacheSpec,
     KVSpecRegistration,
@@ -16,14 +17,13 @@ from hardpoint.interfaces import (
     group_key,
     plugin,
 )
-from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.views import ReadOnlyView
 
 
 class FullAttentionManager(KVCacheManager):
     """One table per request, one block per ``block_size`` tokens, nothing released before the end."""
 
-    def __init__(self, pool: BlockPool, group_id: int, spec: KVCacheSpec) -> None:
+    def __init__(self, pool: KVBlockPool, group_id: int, spec: KVCacheSpec) -> None:
         self._pool = pool
         self._group_id = group_id
         self._block_size = spec.block_size

@@ -1,0 +1,341 @@
+"""Conformance of the plugin kind ``kv_cache_spec``: derive from :class:`KVCacheSpecSuite` and name your plugin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from hardpoint.errors import ConfigError, OutOfBlocksError
+from hardpoint.interfaces import (
+    NULL_BLOCK_ID,
+    BlockHash,
+    KVCacheManager,
+    KVCacheSpec,
+    KVSpecRegistration,
+    WireSpec,
+    spec_from_wire,
+    spec_to_wire,
+)
+from hardpoint.testing.block_pool import CheckedBlockPool
+from hardpoint.testing.plugin_suite import PluginSuite
+
+__all__ = ["KVCacheSpecSuite", "chain"]
+
+_USUAL_FIELDS: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
+MakeManager = Callable[..., KVCacheManager]
+
+
+def chain(name: str, count: int) -> list[BlockHash]:
+    """Hashes of the first ``count`` blocks of a sequence; sequences whose names begin alike share as many blocks."""
+    return [BlockHash(f"{position}:{name[: position + 1]}".encode()) for position in range(count)]
+
+
+class KVCacheSpecSuite(PluginSuite):
+    """The contract of :class:`~hardpoint.interfaces.KVCacheSpec` and :class:`~hardpoint.interfaces.KVCacheManager`.
+
+    ``keeps_all`` declares that no block of a live request is given up before its end (False: sliding windows and the
+    like, whose tables hold the null block where they gave one up).
+    """
+
+    kind: ClassVar[str] = "kv_cache_spec"
+    torch_free: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    def create_registration(self) -> KVSpecRegistration:
+        """What the factory returns."""
+        made: KVSpecRegistration = self.create_plugin(self.context())
+        return made
+
+    def create_specs(self) -> Sequence[KVCacheSpec]:
+        """Sample specs, the first of them with small blocks; override it where the usual fields do not suffice."""
+        spec_class = self.create_registration().spec_class
+        names = {field.encode_name for field in msgspec.structs.fields(spec_class)}
+        usual = {name: value for name, value in _USUAL_FIELDS.items() if name in names}
+        try:
+            return [spec_class(**{**usual, "block_size": size}) for size in (4, 16)]
+        except TypeError as error:
+            raise TypeError(f"{spec_class.__name__} needs more fields ({error}); override create_specs") from error
+
+    def create_pool(self, num_blocks: int) -> Any:
+        """The pool under the manager; it must have the names of :class:`CheckedBlockPool` that are not the contract."""
+        return CheckedBlockPool(num_blocks)
+
+    @pytest.fixture
+    def registration(self) -> KVSpecRegistration:
+        return self.create_registration()
+
+    @pytest.fixture
+    def spec(self) -> KVCacheSpec:
+        return self.create_specs()[0]
+
+    @pytest.fixture
+    def pool(self) -> Any:
+        return self.create_pool(33)
+
+    @pytest.fixture
+    def manager(self, registration: KVSpecRegistration, spec: KVCacheSpec, pool: Any) -> KVCacheManager:
+        return registration.manager(pool, 0, spec)
+
+    def test_it_registers_a_spec_of_its_own_name(self, registration: KVSpecRegistration) -> None:
+        """R1.60: the name on the wire leads back to the plugin."""
+        assert issubclass(registration.spec_class, KVCacheSpec)
+        assert registration.spec_class.kind, "the spec class names no kind"
+        if self.plugin is not None:
+            assert registration.spec_class.kind == self.plugin
+        base = registration.grouping_base
+        assert base is None or base in registration.spec_class.__mro__, "the grouping base is no ancestor of the spec"
+
+    def test_pages_add_up(self) -> None:
+        """R1.35: whole bytes, and twice as many for twice the tokens."""
+        for spec in self.create_specs():
+            assert isinstance(spec.page_size_bytes, int)
+            assert spec.page_size_bytes == spec.heads * spec.states_per_block * spec.content_bytes > 0
+            double = msgspec.structs.replace(spec, block_size=2 * spec.block_size)
+            assert double.page_size_bytes == 2 * spec.page_size_bytes, "bytes do not grow with the block"
+
+    def test_a_block_holds_whole_states(self) -> None:
+        """Anything else would round somewhere."""
+        for spec in self.create_specs():
+            if spec.tokens_per_state == 1:
+                pytest.skip("the spec stores one state per token")
+            assert not isinstance(spec.tokens_per_state, float), "a ratio of tokens must be exact"
+            with pytest.raises(ConfigError):
+                _ = msgspec.structs.replace(spec, block_size=spec.block_size + 1).states_per_block
+
+    def test_specs_are_values(self) -> None:
+        """Layers, scheduler and workers compare and hash them."""
+        for spec in self.create_specs():
+            same = msgspec.structs.replace(spec)
+            assert spec == same
+            assert hash(spec) == hash(same), "equal specs have different hashes"
+            assert spec != msgspec.structs.replace(spec, block_size=2 * spec.block_size)
+            with pytest.raises(AttributeError):
+                spec.block_size = 1  # type: ignore[misc]
+
+    def test_specs_survive_the_wire(self, registration: KVSpecRegistration) -> None:
+        for spec in self.create_specs():
+            wire = msgspec.msgpack.decode(msgspec.msgpack.encode(spec_to_wire(spec)), type=WireSpec)
+            back = spec_from_wire(wire, {registration.spec_class.kind: registration.spec_class})
+            assert type(back) is type(spec)
+            assert back == spec
+            assert back.page_size_bytes == spec.page_size_bytes, "a property depends on what does not travel"
+
+    def test_a_table_covers_its_tokens(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.15: new ids go to the end, and what was announced is what is taken."""
+        for num_tokens in (1, spec.block_size, spec.block_size + 1, 3 * spec.block_size, 3 * spec.block_size, 50):
+            table, free = list(manager.block_ids("a")), pool.num_free
+            needed = manager.blocks_needed("a", num_tokens, 0)
+            new = list(manager.allocate("a", num_tokens))
+            taken = free - pool.num_free
+            assert taken == needed if self.keeps_all else taken <= needed, f"{needed} announced, {taken} taken"
+            grown = list(manager.block_ids("a"))
+            assert len(grown) * spec.block_size >= num_tokens, f"{len(grown)} blocks for {num_tokens} tokens"
+            assert len(grown) == len(table) + len(new), "the ids returned are not those added"
+            self.check_kept([*table, *new], grown)
+            assert manager.blocks_needed("a", num_tokens, 0) == 0
+
+    def check_kept(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Ids stay, except that a manager which gives blocks up puts the null block there."""
+        for old, new in zip(before, after, strict=True):
+            assert new == old or (new == NULL_BLOCK_ID and not self.keeps_all), "an id in the table changed"
+
+    def test_what_is_asked_twice_is_not_taken_twice(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
+        first = list(manager.allocate("a", 2 * spec.block_size))
+        assert first
+        for num_tokens in (1, spec.block_size, 2 * spec.block_size):
+            assert list(manager.allocate("a", num_tokens)) == []
+        assert list(manager.block_ids("a")) == first
+
+    def test_hits_count_as_held(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
+        """R3.70: admission asks before anything is adopted."""
+        whole = manager.blocks_needed("new", 4 * spec.block_size, 0)
+        assert manager.blocks_needed("new", 4 * spec.block_size, 3) == whole - 3
+
+    def test_a_short_pool_is_left_alone(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.16: all or nothing."""
+        others = pool.allocate(30)
+        manager.allocate("a", spec.block_size)
+        with pytest.raises(OutOfBlocksError):
+            manager.allocate("a", 20 * spec.block_size)
+        assert len(manager.block_ids("a")) == 1, "the table grew although there was no room"
+        pool.check({"others": others, "a": manager.block_ids("a")})
+
+    def test_freeing_gives_back_the_last_block_first(
+        self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any
+    ) -> None:
+        """R3.17: the head of a sequence is what others share, so it is evicted last."""
+        manager.allocate("a", 5 * spec.block_size)
+        held = [block for block in manager.block_ids("a") if block != NULL_BLOCK_ID]
+        pool.freed.clear()
+        manager.free("a")
+        assert pool.freed == held[::-1]
+        assert list(manager.block_ids("a")) == []
+        pool.check({})
+
+    def test_unknown_requests_are_no_error(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """Ends reach a manager more than once, and for requests that never got a block."""
+        manager.free("nobody")
+        manager.cache_full_blocks("nobody", chain("x", 2), 2 * spec.block_size)
+        assert list(manager.block_ids("nobody")) == []
+        manager.allocate("a", 1)
+        manager.free("a")
+        manager.free("a")
+        pool.check({})
+
+    def test_tables_are_read_only_views(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
+        manager.allocate("a", 2 * spec.block_size)
+        before = list(manager.block_ids("a"))
+        view: Any = manager.block_ids("a")
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            view[0] = 7
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            view.append(7)
+        assert list(manager.block_ids("a")) == before, "a reader of the table changed it"
+
+    def test_prefixes_are_found_by_others(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.20, R3.91: whole blocks, not more than asked for, and looking changes nothing."""
+        size, hashes = spec.block_size, chain("abcdef", 4)
+        manager.allocate("a", 4 * size)
+        manager.cache_full_blocks("a", hashes, 3 * size + 1)
+        references = dict(pool.references)
+        held = list(manager.block_ids("a"))
+        found = list(manager.find_hit(hashes, 4 * size))
+        assert self.known(found, held) == 3, "the three complete blocks were not all found"
+        assert len(manager.find_hit(hashes, 3 * size - 1)) == 2, "a block beyond the tokens asked for"
+        assert list(manager.find_hit(hashes, 0)) == list(manager.find_hit([], 4 * size)) == []
+        assert list(manager.find_hit(chain("other", 4), 4 * size)) == []
+        assert pool.references == references, "looking for a prefix took part in it"
+
+    def known(self, found: Sequence[int], held: Sequence[int]) -> int:
+        """Length of a hit, each of whose blocks must be the holder's or the null block."""
+        for block, other in zip(found, held, strict=False):
+            assert block == other or (block == NULL_BLOCK_ID and not self.keeps_all), "another block than its holder's"
+        return len(found)
+
+    def test_adopted_blocks_are_shared(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.19: both hold them, and neither's end takes them from the other."""
+        size, hashes = spec.block_size, chain("abcdef", 5)
+        manager.allocate("a", 3 * size)
+        manager.cache_full_blocks("a", hashes, 3 * size)
+        hit = list(manager.find_hit(hashes, 3 * size))
+        manager.adopt("b", hit)
+        assert list(manager.block_ids("b")) == hit
+        pool.check({name: manager.block_ids(name) for name in "ab"})
+        new = list(manager.allocate("b", 5 * size))
+        assert not set(new) & set(hit)
+        manager.cache_full_blocks("b", hashes, 5 * size)
+        manager.free("a")
+        pool.check({"b": manager.block_ids("b")})
+        assert self.known(manager.find_hit(hashes, 5 * size), manager.block_ids("b")) == 5, (
+            "blocks behind an adopted prefix were not entered"
+        )
+
+    def test_cached_blocks_outlive_their_holder_until_reused(
+        self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any
+    ) -> None:
+        """R3.22: free blocks keep what they hold; new content ends that."""
+        size, hashes = spec.block_size, chain("abcdef", 3)
+        manager.allocate("a", 3 * size)
+        manager.cache_full_blocks("a", hashes, 3 * size)
+        manager.free("a")
+        revived = list(manager.find_hit(hashes, 3 * size))
+        assert len(revived) == 3, "the prefix was forgotten with its holder"
+        manager.adopt("b", revived)
+        pool.check({"b": manager.block_ids("b")})
+        manager.free("b")
+        manager.allocate("all", pool.num_free * size)
+        assert list(manager.find_hit(hashes, 3 * size)) == [], "a block with other content is still offered"
+
+    def test_groups_do_not_share(self, registration: KVSpecRegistration, spec: KVCacheSpec, pool: Any) -> None:
+        """R11.2: equal hashes in two groups are other bytes."""
+        first, second = (registration.manager(pool, group, spec) for group in range(2))
+        hashes = chain("abcdef", 3)
+        first.allocate("a", 3 * spec.block_size)
+        first.cache_full_blocks("a", hashes, 3 * spec.block_size)
+        assert list(second.find_hit(hashes, 3 * spec.block_size)) == []
+        assert list(second.block_ids("a")) == []
+
+    def test_no_sequence_holds_more_than_the_bound(self, registration: KVSpecRegistration, spec: KVCacheSpec) -> None:
+        """R1.35: start-up sizing relies on it."""
+        longest, step = 20 * spec.block_size + 3, 3 * spec.block_size
+        bound = spec.max_blocks(longest, step)
+        pool = self.create_pool(bound + 1)
+        manager = registration.manager(pool, 0, spec)
+        for num_tokens in (*range(step, longest, step), longest):
+            manager.allocate("a", num_tokens)
+        assert sum(block != NULL_BLOCK_ID for block in manager.block_ids("a")) <= bound
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_random_histories(self, registration: KVSpecRegistration, spec: KVCacheSpec, seed: int) -> None:
+        """I3.1 to I3.3: references add up, and no hit ever holds other content than its hash stands for."""
+        pool = self.create_pool(24)
+        history = _History(registration.manager(pool, 0, spec), pool, spec.block_size, np.random.default_rng(seed))
+        for _ in range(300):
+            history.step()
+        for name in list(history.lengths):
+            history.end(name)
+        assert pool.num_free == 23, "blocks leaked"
+
+
+class _History:
+    """Requests that come, grow and end; ``content`` is what each block would hold on a device."""
+
+    def __init__(self, manager: KVCacheManager, pool: Any, block_size: int, rng: np.random.Generator) -> None:
+        self.manager, self.pool, self.block_size, self.rng = manager, pool, block_size, rng
+        self.lengths: dict[str, int] = {}
+        self.content: dict[int, BlockHash] = {}
+        self.names = _names(rng)
+
+    def step(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.3 or not self.lengths:
+            self.begin(next(self.names))
+        elif chance < 0.8:
+            self.grow(str(self.rng.choice(list(self.lengths))), int(self.rng.integers(1, 2 * self.block_size)))
+        else:
+            self.end(str(self.rng.choice(list(self.lengths))))
+        self.pool.check({name: self.manager.block_ids(name) for name in self.lengths})
+
+    def begin(self, name: str) -> None:
+        hashes = chain(name, 6)
+        hit = list(self.manager.find_hit(hashes, 6 * self.block_size))
+        for position, block in enumerate(hit):
+            assert block == NULL_BLOCK_ID or self.content.get(block) == hashes[position], (
+                f"block {block} is offered as position {position} of {name!r}, but holds {self.content.get(block)!r}"
+            )
+        self.manager.adopt(name, hit)
+        self.lengths[name] = len(hit) * self.block_size
+        self.grow(name, int(self.rng.integers(1, 3 * self.block_size)))
+
+    def grow(self, name: str, count: int) -> None:
+        length = self.lengths[name] + count
+        needed = self.manager.blocks_needed(name, length, 0)
+        if needed > self.pool.num_free:
+            with pytest.raises(OutOfBlocksError):
+                self.manager.allocate(name, length)
+            self.end(name)
+            return
+        for block in self.manager.allocate(name, length):
+            self.content.pop(block, None)
+        hashes, table = chain(name, length // self.block_size), self.manager.block_ids(name)
+        for position in range(self.lengths[name] // self.block_size, len(hashes)):
+            self.content[table[position]] = hashes[position]
+        self.lengths[name] = length
+        self.manager.cache_full_blocks(name, hashes, length)
+
+    def end(self, name: str) -> None:
+        self.manager.free(name)
+        del self.lengths[name]
+
+
+def _names(rng: np.random.Generator) -> Iterator[str]:
+    """Unique, of few letters, so that many begin alike."""
+    number = 0
+    while True:
+        number += 1
+        yield "".join(rng.choice(["x", "y"], size=4)) + f"-{number}"
