@@ -23,8 +23,8 @@ __all__ = ["HookRunner"]
 _logger = logging.getLogger("hardpoint.plugins")
 _Implementation = tuple[str, Callable[..., object], tuple[str, ...]]
 FailurePolicy = Callable[[str, Exception], None]
-_of_process: dict[tuple[int, bool, bytes], HookRunner] = {}
-"""By process id, so that a forked child makes its own. Nothing but the tests' reset takes a runner out."""
+_of_process: dict[tuple[int, bool, bytes], tuple[HookRunner, PluginRuntime]] = {}
+"""By process id, so that a forked child makes its own, each with the runtime that made it. Only tests take one out."""
 
 
 class HookRunner:
@@ -41,7 +41,6 @@ class HookRunner:
         self._manager.add_hookspecs(HookSpecs)
         self._distributions: dict[str, str] = {}
         self._calls: dict[str, tuple[_Implementation, ...]] = {}
-        self._owner: PluginRuntime | None = None
         self._at_work: set[PluginRuntime] = set()
 
     @classmethod
@@ -52,24 +51,16 @@ class HookRunner:
         others of the same process with the same hooks in their plan share them.
         """
         key = (os.getpid(), runtime.plan.strict, msgspec.msgpack.encode(runtime.plan.of("hooks")))
-        runner = _of_process.get(key)
-        if runner is None:
-            runner = cls._create(runtime)
-            runner.call("process_booting", roles=runtime.roles, rank=runtime.rank, environ=os.environ)
-            _of_process[key] = runner
-        runtime.hooks_owner = runner._owner
-        return runner
-
-    @classmethod
-    def _create(cls, runtime: PluginRuntime) -> HookRunner:
-        policy = partial(runtime.quarantine, "hooks")
-        runner = cls(strict=runtime.plan.strict, on_failure=policy)
-        runner._owner = runtime
-        for name, instance in runtime.create_all("hooks").items():
-            try:
-                runner.register(name, instance, distribution=runtime.plan.find("hooks", name).distribution)
-            except PluginError as error:
-                policy(name, error)
+        if key not in _of_process:
+            made = cls(strict=runtime.plan.strict, on_failure=partial(runtime.quarantine, "hooks"))
+            for name, instance in runtime.create_all("hooks").items():
+                try:
+                    made.register(name, instance, distribution=runtime.plan.find("hooks", name).distribution)
+                except PluginError as error:
+                    runtime.quarantine("hooks", name, error)
+            made.call("process_booting", roles=runtime.roles, rank=runtime.rank, environ=os.environ)
+            _of_process[key] = made, runtime
+        runner, runtime.hooks_owner = _of_process[key]
         return runner
 
     def start(self, runtime: PluginRuntime) -> None:
