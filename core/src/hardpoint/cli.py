@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_COMMANDS = {
-    "serve": "serve a model over HTTP",
-    "plugins": "list, explain, write and test plugins",
-}
-
+_COMMANDS = {"serve": "serve a model over HTTP", "plugins": "list, explain, write and test plugins"}
 
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 """Exit statuses, as shells expect them."""
@@ -30,14 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0 if arguments else _USAGE
-    return _guarded(lambda: _run(arguments[0], arguments[1:]))
-
-
-def _guarded(run: Callable[[], int]) -> int:
     from hardpoint.errors import HardpointError
 
     try:
-        return run()
+        return _run(arguments[0], arguments[1:])
     except HardpointError as error:
         if os.environ.get("HARDPOINT_TRACEBACK"):
             raise
@@ -73,12 +65,6 @@ def _plugin_commands() -> dict[str, str]:
     return {plugin.name: plugin.distribution for plugin in sorted(found, key=lambda plugin: plugin.name)}
 
 
-def _summary(distribution: str) -> str:
-    from importlib.metadata import metadata
-
-    return f"{metadata(distribution)['Summary']} ({distribution})"
-
-
 def _run_plugin_command(name: str, rest: list[str]) -> int:
     names = _plugin_commands()
     if name not in names:
@@ -110,9 +96,11 @@ def _unknown_command(name: str, known: Sequence[str]) -> str:
 
 
 def _overview() -> str:
+    from importlib.metadata import metadata
+
+    installed = {name: f"{metadata(owner)['Summary']} ({owner})" for name, owner in _plugin_commands().items()}
     lines = ["usage: hardpoint COMMAND [options]", "", "A plugin-first inference platform.", "", "commands:"]
-    lines += [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    lines += [f"  {name:<10} {_summary(distribution)}" for name, distribution in _plugin_commands().items()]
+    lines += [f"  {name:<10} {text}" for name, text in {**_COMMANDS, **installed}.items()]
     lines += ["", "options:", "  -h, --help     show this help", "  -V, --version  show the version"]
     lines += ["", "`hardpoint COMMAND --help` shows a command's options."]
     return "\n".join(lines)

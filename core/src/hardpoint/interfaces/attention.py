@@ -181,12 +181,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def create_builder(
-        self,
-        spec: AttentionSpec,
-        layer_names: Sequence[str],
-        max_rows: int,
-        max_tokens: int,
-        device: torch.device,
+        self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
     ) -> AttentionMetadataBuilder: ...
 
     @abstractmethod
