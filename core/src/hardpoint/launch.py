@@ -251,15 +251,16 @@ def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: Eng
     for planned in runtime.plan.of("attention_backend"):
         manifest = load_manifest(planned) if planned.name in candidates else None
         if manifest is not None and BLOCK_SIZES_CAPABILITY in manifest.capabilities:
-            rules[planned.name] = BlockSizeRule.from_capability(manifest.capabilities[BLOCK_SIZES_CAPABILITY])
+            stated = manifest.capabilities[BLOCK_SIZES_CAPABILITY]
+            rules[planned.name] = BlockSizeRule.from_capability(stated, planned.label)
     if not rules and settings.preferred_block_size is None:
         raise ConfigError(
             f"platform {platform.name!r} prefers no KV block size, and no manifest of its attention backends "
             f"({', '.join(candidates) or 'none'}) states any; set --block-size"
         )
     chosen = smallest_block_size(rules, settings.preferred_block_size or 1)
-    stated = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"
-    _logger.info("KV block size %d, set by phase 1 of alignment (%s)", chosen, stated)
+    why = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"
+    _logger.info("KV block size %d, set by phase 1 of alignment (%s)", chosen, why)
     return chosen
 
 

@@ -52,13 +52,13 @@ def test_the_result_equals_a_search_of_all_sizes(rules: list[BlockSizeRule], min
 
 
 def test_a_capability_states_a_rule() -> None:
-    assert BlockSizeRule.from_capability({"multiple_of": 16}) == BlockSizeRule(16)
-    assert BlockSizeRule.from_capability({"exact": [8, 16]}) == BlockSizeRule(exact=(8, 16))
+    assert BlockSizeRule.from_capability({"multiple_of": 16}, "acme") == BlockSizeRule(16)
+    assert BlockSizeRule.from_capability({"exact": [8, 16]}, "acme") == BlockSizeRule(exact=(8, 16))
 
 
 @pytest.mark.parametrize(
     "value", [None, 16, [16], {}, {"multiple_of": "16"}, {"exact": [0]}, {"multiple": 16}, {"exact": 1}]
 )
 def test_what_states_no_rule_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="rule for block sizes|states no block sizes"):
-        BlockSizeRule.from_capability(value)
+    with pytest.raises(ConfigError, match="acme: .* states no block sizes"):
+        BlockSizeRule.from_capability(value, "acme")

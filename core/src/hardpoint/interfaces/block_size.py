@@ -43,13 +43,16 @@ class BlockSizeRule:
         return self.multiple_of is not None and block_size % self.multiple_of == 0
 
     @classmethod
-    def from_capability(cls, value: Any) -> BlockSizeRule:
-        """The rule stated by a mapping of this class's fields. Raises ``ConfigError`` for anything else."""
+    def from_capability(cls, value: Any, origin: str) -> BlockSizeRule:
+        """The rule stated by a mapping of this class's fields.
+
+        Raises ``ConfigError`` for anything else, naming ``origin``, the plugin that states it.
+        """
         try:
             return msgspec.convert(value, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, ConfigError) as error:
             wanted = 'write {"multiple_of": 16} or {"exact": [16, 32]}'
-            raise ConfigError(f"{value!r} states no block sizes ({error}); {wanted}") from error
+            raise ConfigError(f"{origin}: {value!r} states no block sizes ({error}); {wanted}") from error
 
 
 def smallest_block_size(rules: Mapping[str, BlockSizeRule], minimum: int = 1) -> int:
