@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
+from generate_docs import options_models
 from hardpoint.plugins.manifest import MANIFEST_FILE
+from hardpoint.plugins.schema import schema_faults
 from hardpoint.testing.manifest_writer import manifests_of
 from workspace import Distribution, plugin_distributions
 
@@ -39,3 +46,38 @@ def test_wheels_carry_the_manifest(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert f"{dist.package}/{MANIFEST_FILE}" in archive.namelist()
+
+
+OWN_OPTIONS = [
+    pytest.param(kind, name, model, key, id=f"{kind}.{name}.{key}")
+    for kind, name, model in options_models()
+    for key in model.model_fields
+]
+SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=4)),
+    st.sampled_from(["8", " 8", "0.5", "yes", "1e3", "torch_reference"]),
+)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=3), SCALARS, max_size=3))
+
+
+def shipped_schema(kind: str, name: str) -> dict[str, Any]:
+    for dist in WITH_PLUGINS:
+        entry = json.loads((dist.source / MANIFEST_FILE).read_text(encoding="utf-8"))["plugins"].get(kind, {}).get(name)
+        if entry is not None:
+            options: dict[str, Any] = entry["options"]
+            return options
+    raise LookupError(f"no manifest tells of {kind}:{name}")
+
+
+@pytest.mark.parametrize(("kind", "name", "model", "key"), OWN_OPTIONS)
+@settings(max_examples=25, deadline=None)
+@given(value=VALUES)
+def test_the_launcher_accepts_what_our_plugins_accept(
+    kind: str, name: str, model: type[BaseModel], key: str, value: Any
+) -> None:
+    faults = schema_faults(kind, name, shipped_schema(kind, name), {key: value})
+    try:
+        model.model_validate({key: value})
+    except ValidationError:
+        return
+    assert faults == []

@@ -7,12 +7,14 @@ names), it is marked ``unchecked``, and the launcher leaves the value to the mod
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,9 @@ class _OptionsSchema(GenerateJsonSchema):
 
 def _is_exact(schema: Mapping[str, Any]) -> bool:
     kind = schema["type"]
+    if kind == "json-or-python":  # the schema tells of JSON; of a path's other branch, options never are an instance
+        other = schema["python_schema"]
+        return other["type"] == "is-instance" and issubclass(other["cls"], PathLike)
     if kind not in _EXACT or any(schema.get(name) for name in _REWRITES):
         return False
     config = schema.get("config") or {}
@@ -83,12 +88,13 @@ def _is_exact(schema: Mapping[str, Any]) -> bool:
     if kind == "str":  # a compiled pattern is matched by another engine
         return isinstance(schema.get("pattern", ""), str)
     if kind == "enum":
-        return "missing" not in schema and all(isinstance(member.value, str) for member in schema["members"])
+        own = schema["cls"]._missing_.__func__ is not enum.Enum._missing_.__func__  # type: ignore[attr-defined]
+        return not own and all(isinstance(member.value, str) for member in schema["members"])
     if kind == "function-after":  # a bound outside of a validator holds for what the validator returned
         inner = schema["schema"]["type"].startswith("function-")
         return not (inner and "pydantic_js_updates" in schema.get("metadata", {}))
     fields = schema.get("fields", ())
-    rows = fields.values() if isinstance(fields, Mapping) else fields
+    rows = [row for row in (fields.values() if isinstance(fields, Mapping) else fields) if isinstance(row, Mapping)]
     return all(isinstance(row.get("validation_alias", ""), str) for row in rows)
 
 
