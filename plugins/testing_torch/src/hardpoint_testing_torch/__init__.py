@@ -9,24 +9,30 @@ from hardpoint_testing_torch.attention_problems import (
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
-from hardpoint_testing_torch.local_driver import LocalDriver, build_model, worker_config
+from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
+from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
-from hardpoint_testing_torch.state_dict_loader import StateDictLoader, weight_tensor
+from hardpoint_testing_torch.quantization_suite import QuantizationSuite
+from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model, model_info
 
 __all__ = [
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
+    "LinearBench",
     "LocalDriver",
     "ParityHarness",
     "PlainAttention",
     "PlainAttentionBackend",
+    "QuantizationSuite",
     "StateDictLoader",
+    "TensorLoader",
     "TinyModel",
     "build_model",
     "check_parity",
+    "create_model",
     "dense_attention",
     "installed_factory",
     "installed_loader",
@@ -34,6 +40,7 @@ __all__ = [
     "make_tiny_model",
     "model_info",
     "relative_error",
+    "relative_norm",
     "run_backend",
     "weight_tensor",
     "worker_config",

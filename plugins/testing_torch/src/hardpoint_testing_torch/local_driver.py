@@ -19,10 +19,11 @@ from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRa
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.interfaces.plugin import NoOptions, ProcessRole
+from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime import ForwardContext, LayerToolkit, load_weights, set_forward_context
 
-__all__ = ["LocalDriver", "ModelFactory", "build_model", "worker_config"]
+__all__ = ["LocalDriver", "ModelFactory", "build_model", "create_model", "worker_config"]
 
 ModelFactory = Any
 """``(ModelContext, NoOptions) -> Model``: what a model plugin's entry point names."""
@@ -50,10 +51,29 @@ def build_model(
     backend: AttentionBackend,
     *,
     stage: StageRange | None = None,
+    quantization: QuantizationMethod | None = None,
 ) -> tuple[Model, LayerToolkit]:
     """A model plugin's model with weights, as the torch worker builds it."""
+    model, toolkit = create_model(factory, config, backend, stage=stage, quantization=quantization)
+    load_weights(model, loader, config.model, show_progress=False)
+    return model, toolkit
+
+
+def create_model(
+    factory: ModelFactory,
+    config: WorkerConfig,
+    backend: AttentionBackend,
+    *,
+    stage: StageRange | None = None,
+    quantization: QuantizationMethod | None = None,
+) -> tuple[Model, LayerToolkit]:
+    """A model plugin's model whose weights are still to be loaded."""
     toolkit = LayerToolkit.create(
-        config, device=torch.device("cpu"), dtype=getattr(torch, config.dtype), attention_backend=backend
+        config,
+        device=torch.device("cpu"),
+        dtype=getattr(torch, config.dtype),
+        attention_backend=backend,
+        quantization=quantization,
     )
     context = ModelContext(
         name=config.model.architecture,
@@ -65,7 +85,6 @@ def build_model(
         layers=toolkit,
     )
     model: Model = factory(context, NoOptions())
-    load_weights(model, loader, config.model, show_progress=False)
     return model, toolkit
 
 

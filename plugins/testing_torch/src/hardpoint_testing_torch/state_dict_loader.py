@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightTensor
 
-__all__ = ["StateDictLoader", "weight_tensor"]
+__all__ = ["StateDictLoader", "TensorLoader", "weight_tensor"]
 
 
 def weight_tensor(name: str, tensor: torch.Tensor) -> WeightTensor:
@@ -19,11 +19,11 @@ def weight_tensor(name: str, tensor: torch.Tensor) -> WeightTensor:
     return WeightTensor(name, dtype, tuple(tensor.shape), data.numpy())
 
 
-class StateDictLoader(WeightLoader):
-    """Yields ``tensors`` in their order."""
+class TensorLoader(WeightLoader):
+    """Yields ``stored`` tensors in their order."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, stored: Sequence[WeightTensor]) -> None:
+        self._stored = stored
 
     def accepts(self, artifact: ModelArtifact) -> bool:
         del artifact
@@ -34,9 +34,15 @@ class StateDictLoader(WeightLoader):
 
     def num_bytes(self, info: ModelInfo) -> int:
         del info
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        return sum(tensor.data.nbytes for tensor in self._stored)
 
     def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
         del info
-        for name, tensor in self._tensors.items():
-            yield weight_tensor(name, tensor)
+        yield from self._stored
+
+
+class StateDictLoader(TensorLoader):
+    """The same over a state dict of dense tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__([weight_tensor(name, tensor) for name, tensor in tensors.items()])
