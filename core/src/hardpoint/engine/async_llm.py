@@ -120,8 +120,7 @@ class AsyncLLM:
 
     async def refresh_stats(self) -> SchedulerStats:
         """Statistics from the engine now, also while it is idle. Raises ``EngineDeadError``."""
-        fields = await self.client.utility("stats")
-        self._latest = SchedulerStats(**fields)
+        self._latest = SchedulerStats(**await self.client.utility("stats"))
         return self._latest
 
     async def load_reports(self) -> tuple[LoadReport, ...]:
@@ -147,8 +146,6 @@ class AsyncLLM:
         try:
             self.client.add(processed.requests)
             while True:
-                if state.failure is not None:
-                    raise state.failure
                 output = state.take()
                 if output is not None:
                     yield output

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -23,6 +22,7 @@ from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter, StatLogger
 from hardpoint.ipc import create_runtime_dir
 from hardpoint.launch import Launch, prepare
+from hardpoint.plugins import PluginRuntime
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
 from hardpoint.server.keys import load_admin_keys, load_keys, require_safe_binding
@@ -47,16 +47,13 @@ def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
     admin_keys = load_admin_keys(config.server)
     with bind(config.server) as listener:
         (name,) = config.engines
-        launch = prepare(
-            config,
-            name,
-            environ=dict(environ),
-            roles=frozenset({ProcessRole.API}),
-            runtime_dir=create_runtime_dir(),
-        )
-        parts = _build(config, launch, name, keys, admin_keys)
+        roles = frozenset({ProcessRole.API})
+        launch = prepare(config, name, environ=dict(environ), roles=roles, runtime_dir=create_runtime_dir())
+        engines = Engines([name])
+        endpoints = _create_endpoints(config, launch.runtime, engines)
+        app = create_app(config.server, engines, endpoints, keys, admin_keys)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Service(config.server, launch, name, parts).run(listener))
+            runner.run(_Service(config.server, launch, engines, endpoints).run(app, listener))
     return 0
 
 
@@ -89,16 +86,8 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    engines: Engines
-    endpoints: dict[str, Endpoint]
-    app: Callable[..., Any]
-
-
-def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> _Parts:
-    """The application, before there is an engine. Raises the plugin errors."""
-    runtime, engines = launch.runtime, Engines([name])
+def _create_endpoints(config: AppConfig, runtime: PluginRuntime, engines: Engines) -> dict[str, Endpoint]:
+    """Those that are admitted, before there is an engine. Raises the plugin errors."""
     loggers: dict[str, StatLogger] = runtime.create_all("stat_logger")
     for logger in loggers.values():
         logger.interval_s = config.log_interval_s
@@ -115,46 +104,45 @@ def _build(config: AppConfig, launch: Launch, name: str, keys: tuple[str, ...], 
         shared = {"router": engines, "facts": facts, "exporters": exporters, "is_draining": lambda: engines.draining}
         return runtime.context("endpoint", endpoint, EndpointContext, load_report=runtime.report, **shared)
 
-    endpoints: dict[str, Endpoint] = runtime.create_all("endpoint", context)
-    return _Parts(engines, endpoints, create_app(config.server, engines, endpoints, keys, admin_keys))
+    return runtime.create_all("endpoint", context)
 
 
 class _Service:
     """The life of one server. The first signal drains, the second cuts everything short."""
 
-    def __init__(self, config: ServerConfig, launch: Launch, name: str, parts: _Parts) -> None:
+    def __init__(self, config: ServerConfig, launch: Launch, engines: Engines, endpoints: dict[str, Endpoint]) -> None:
         self._config = config
         self._launch = launch
-        self._name = name
-        self._parts = parts
+        self._name = launch.spec.model_name
+        self._engines = engines
+        self._endpoints = endpoints
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stopped_at: float | None = None
-        self._http = HttpServer(
-            uvicorn.Config(
-                parts.app,
-                http=bounded_protocol(config.max_header_bytes),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=_FLUSH_S,
-            )
-        )
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, app: Callable[..., Any], listener: socket.socket) -> None:
         """Raises what stops the engine's start."""
+        settings = uvicorn.Config(
+            app,
+            http=bounded_protocol(self._config.max_header_bytes),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+        server = HttpServer(settings)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        async with started(self._parts.endpoints):
-            http = asyncio.create_task(self._http.serve([listener]), name="http")
+        async with started(self._endpoints):
+            http = asyncio.create_task(server.serve([listener]), name="http")
             print(self._headline(listener), flush=True)
             try:
                 await self._serve_engine()
             finally:
-                self._http.should_exit = True
-                self._http.force_exit = self._hurry.is_set()
+                server.should_exit = True
+                server.force_exit = self._hurry.is_set()
                 await http
 
     async def _serve_engine(self) -> None:
@@ -162,7 +150,7 @@ class _Service:
         if engine is None:
             return
         try:
-            self._parts.engines.add(self._name, engine)
+            self._engines.add(self._name, engine)
             await self._stop.wait()
             _logger.info("stopping: %d running requests get %g s", engine.num_unfinished, self._config.drain_timeout_s)
             await _first(engine.drain(self._config.drain_timeout_s), self._hurry.wait())
@@ -187,14 +175,14 @@ class _Service:
         now = time.monotonic()
         if self._stopped_at is None:
             self._stopped_at = now
-            self._parts.engines.draining = True
+            self._engines.draining = True
             self._stop.set()
         elif now - self._stopped_at > _ECHO_S:
             self._hurry.set()
 
     def _headline(self, listener: socket.socket) -> str:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        routes = ", ".join(self._parts.endpoints) or "none"
+        routes = ", ".join(self._endpoints) or "none"
         return f"Hardpoint serves {self._name} at http://{host}:{listener.getsockname()[1]} (endpoints: {routes})"
 
 
