@@ -1,0 +1,100 @@
+"""Pages of equal size in one block pool: phases 2 and 3 of block-size alignment (spec 12 section 5)."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import BlockSizeRule
+from hardpoint_scheduling.kv_cache.alignment import PageSize, align, align_dtypes, align_hybrid
+
+RULES = st.builds(BlockSizeRule, st.integers(1, 8), st.lists(st.integers(1, 90), max_size=3).map(tuple)) | st.builds(
+    BlockSizeRule, st.none(), st.lists(st.integers(1, 90), min_size=1, max_size=4).map(tuple)
+)
+
+
+def page(block_size: int = 16, per_token: int = 100, *rules: BlockSizeRule) -> PageSize:
+    named = {f"backend{i}": rule for i, rule in enumerate(rules or (BlockSizeRule(16),))}
+    return PageSize.of(block_size, block_size * per_token, named)
+
+
+def shape(size: PageSize) -> tuple[int, int, int]:
+    return size.block_size, size.content_bytes, size.page_bytes
+
+
+def test_a_large_state_enlarges_the_block() -> None:
+    """R12.40."""
+    assert shape(align_hybrid(page(), 4_000)) == (48, 4_800, 4_800)
+    assert shape(align_hybrid(page(16, 100, BlockSizeRule(16), BlockSizeRule(exact=(16, 128))), 4_000))[0] == 128
+
+
+def test_a_small_state_is_padded_itself() -> None:
+    """R12.40: the attention page stays."""
+    for state in (0, 1, 1_600):
+        assert align_hybrid(page(), state) == page()
+
+
+def test_where_no_larger_block_is_accepted_the_attention_page_is_padded(caplog: pytest.LogCaptureFixture) -> None:
+    """R12.40: enlarge or pad."""
+    with caplog.at_level(logging.INFO, "hardpoint_scheduling"):
+        assert shape(align_hybrid(page(16, 100, BlockSizeRule(exact=(16,))), 4_000)) == (16, 1_600, 4_000)
+    assert "KV pages padded to 4000 bytes by phase 2" in caplog.text
+
+
+def test_other_dtypes_enlarge_the_main_block() -> None:
+    """R12.41: 8-bit main layers, 16-bit layers that quantization skipped, both with blocks of 16 tokens."""
+    assert shape(align_dtypes(page(16, 100), [3_200, 1_600])) == (32, 3_200, 3_200)
+    assert align_dtypes(page(), []) == page()
+    with pytest.raises(ConfigError, match="backend0: 16"):
+        align_dtypes(page(16, 100, BlockSizeRule(exact=(16,))), [1_601])
+
+
+def test_the_phases_run_in_order_and_say_which_changed_the_size(caplog: pytest.LogCaptureFixture) -> None:
+    """R12.42: for explicit sizes as well, since nothing here knows who chose the first one."""
+    with caplog.at_level(logging.INFO, "hardpoint_scheduling"):
+        assert align(page(), [2_000], [5_000]) == align_dtypes(align_hybrid(page(), 2_000), [5_000])
+    first, second = caplog.messages[:2]
+    assert first.startswith("KV block size 32, set by phase 2 of alignment (was 16)")
+    assert second.startswith("KV block size 64, set by phase 3 of alignment (was 32)")
+    caplog.clear()
+    align(page(), [1_600], [10])
+    assert caplog.messages == []
+
+
+@given(
+    st.lists(RULES, min_size=1, max_size=3),
+    st.integers(1, 9),
+    st.lists(st.integers(1, 900), max_size=3),
+    st.lists(st.integers(1, 900), max_size=3),
+    st.data(),
+)
+def test_the_result_equals_a_search(
+    rules: list[BlockSizeRule], per_token: int, states: list[int], others: list[int], data: st.DataObject
+) -> None:
+    """I12.5: the main page covers every padded one, every backend accepts the block, and none smaller would do."""
+    accepted = [n for n in range(1, 2_000) if all(rule.accepts(n) for rule in rules)]
+    if not accepted:
+        return
+    start = page(data.draw(st.sampled_from(accepted[:20])), per_token, *rules)
+
+    def search(block_size: int, needed: int) -> int | None:
+        return next((n for n in accepted if n >= block_size and n * per_token >= needed), None)
+
+    # Phase 2 may pad where it cannot grow; phase 3 must grow.
+    state, other = max(states, default=0), max(others, default=0)
+    second = search(start.block_size, state) or start.block_size
+    padded = max(state, second * per_token)
+    third = second if other <= padded else search(second, other)
+    if third is None:
+        with pytest.raises(ConfigError):
+            align(start, states, others)
+        return
+    result = align(start, states, others)
+    assert result.block_size == third
+    assert result.content_bytes == third * per_token
+    assert result.page_bytes >= max(state, other, result.content_bytes)
+    assert all(rule.accepts(result.block_size) for rule in rules)
