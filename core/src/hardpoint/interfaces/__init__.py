@@ -39,7 +39,7 @@ from hardpoint.interfaces.model_source import (
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import (
     DECLARATION_ATTRIBUTE, NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory,
-    ProbeResult, ProbeStatus, declaration_of, plugin,
+    ProbeResult, ProbeStatus, ProcessRole, declaration_of, plugin,
 )
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.request import (
@@ -77,7 +77,7 @@ __all__ = [
     "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow",
     "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform",
     "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration", "PluginFactory", "PositionLogprobs",
-    "ProbeResult", "ProbeStatus", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics",
+    "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics",
     "RequestOptions", "RequestOutput", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams",
     "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats",
     "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
