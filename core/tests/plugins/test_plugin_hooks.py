@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hardpoint.errors import PluginConflictError, PluginError, PluginLoadError
 from hardpoint.interfaces.hooks import hookimpl
-from hardpoint.plugins import HookRunner, PluginRuntime, PluginSelection, PluginState, build_plan
+from hardpoint.plugins import HookRunner, PluginRuntime, PluginSelection, PluginState, build_plan, hooks
+from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
+from hardpoint.testing.hooks_reset import forget_hooks
 
 if TYPE_CHECKING:
     from .conftest import Site
@@ -221,3 +226,145 @@ def test_a_strict_or_named_faulty_hook_stops_the_start(site: Site, selection: di
     install(site, "faulty", "process_stopping(self, extra)")
     with pytest.raises(PluginLoadError, match=r"hooks:faulty .acme-faulty 1\.0.*unknown arguments extra"):
         runner_for(site, **selection)
+
+
+# -- the hooks of a process
+
+OBSERVER = """
+import os
+from hardpoint.interfaces.hooks import hookimpl
+from hardpoint.interfaces.plugin import plugin
+seen = []
+class Plugin:
+    @hookimpl
+    def process_booting(self, roles, rank, environ):
+        seen.append(("booting", sorted(roles), rank, environ is os.environ))
+    @hookimpl
+    def process_started(self, roles, rank):
+        seen.append(("started", sorted(roles), rank))
+    @hookimpl
+    def process_stopping(self):
+        seen.append("stopping")
+    @hookimpl
+    def model_loaded(self, model_name):
+        seen.append(model_name)
+@plugin("hooks")
+def create(ctx, options):
+    seen.append("created")
+    return Plugin()
+"""
+
+
+@pytest.fixture
+def seen(site: Site) -> list[Any]:
+    site.install("acme-o", {"hooks:o": "acme_o:create"}, modules={"acme_o": OBSERVER})
+    log: list[Any] = importlib.import_module("acme_o").seen
+    return log
+
+
+def runtime_for(site: Site, *roles: ProcessRole, **selection: Any) -> PluginRuntime:
+    discovery = site.discover()
+    return PluginRuntime(build_plan(discovery, PluginSelection(**selection)), roles, installed=discovery)
+
+
+def test_one_process_has_one_set_of_hooks_however_often_it_boots(site: Site, seen: list[Any]) -> None:
+    """R12.12, R12.13: the effect of once."""
+    first, second = runtime_for(site, ProcessRole.LAUNCHER), runtime_for(site, ProcessRole.API, ProcessRole.WORKER)
+    assert HookRunner.from_runtime(first) is HookRunner.from_runtime(second) is HookRunner.from_runtime(first)
+    assert seen == ["created", ("booting", ["launcher"], None, True)]
+    second.notify("model_loaded", model_name="m", rank=0, load_seconds=0.1)
+    assert seen[2:] == ["m"]
+    # Each of them reports what became of the plugins, whoever created them.
+    for runtime in (first, second):
+        assert [status.state for status in runtime.report().plugins] == [PluginState.CREATED]
+    first.quarantine("hooks", "o", ValueError("late"))
+    assert [status.reason for status in second.report().plugins] == ["ValueError: late"]
+
+
+@pytest.mark.parametrize("changed", [{"strict": True}, {"choices": {"hooks": ("o",)}}])
+def test_another_choice_of_hooks_is_another_set(site: Site, seen: list[Any], changed: dict[str, Any]) -> None:
+    plain = HookRunner.from_runtime(runtime_for(site, ProcessRole.API))
+    assert HookRunner.from_runtime(runtime_for(site, ProcessRole.API, **changed)) is not plain
+    assert seen.count("created") == 2
+
+
+def test_started_and_stopping_alternate(site: Site, seen: list[Any]) -> None:
+    one, other = runtime_for(site, ProcessRole.API), runtime_for(site, ProcessRole.ENGINE)
+    announce_stop(other)  # Nothing is at work yet.
+    for _ in range(2):
+        del seen[:]
+        with starting(one), starting(other), starting(one):
+            assert seen == [("started", ["api"], None)]
+        announce_stop(one)
+        announce_stop(one)
+        assert len(seen) == 1
+        announce_stop(other)
+        assert seen[1:] == ["stopping"]
+
+
+def test_a_start_that_fails_ends_what_it_began(site: Site, seen: list[Any]) -> None:
+    one, other = runtime_for(site, ProcessRole.API), runtime_for(site, ProcessRole.ENGINE)
+    with starting(one):
+        with pytest.raises(ValueError, match="no"), starting(other):
+            raise ValueError("no")
+        assert seen[2:] == [("started", ["api"], None)]
+    with pytest.raises(KeyboardInterrupt), starting(one):
+        raise KeyboardInterrupt
+    assert seen[3:] == ["stopping"]
+
+
+def test_a_forked_child_boots_its_own_hooks(site: Site, seen: list[Any]) -> None:
+    """Lesson: fork inherits the loaded flag, so per-process initialization never runs."""
+    runtime = runtime_for(site, ProcessRole.WORKER)
+    parents = HookRunner.from_runtime(runtime)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        fresh = HookRunner.from_runtime(runtime) is not parents and HookRunner.from_runtime(runtime).plugins()
+        counts = [seen.count("created"), len([entry for entry in seen if entry[0] == "booting"])]
+        os.write(write, b"ok" if fresh and counts == [2, 2] else repr(seen).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 1000) == b"ok"
+    os.close(read)
+    assert HookRunner.from_runtime(runtime) is parents
+    assert seen.count("created") == 1
+
+
+def test_a_hook_that_fails_to_boot_follows_the_policy(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """R12.14, R12.15; a failed start may be tried again."""
+    install(site, "torn", "process_booting(self)", "raise OSError('torn')")
+    runtime = runtime_for(site, ProcessRole.API)
+    assert HookRunner.from_runtime(runtime).plugins() == {}
+    assert "hook process_booting of 'torn' raised OSError: torn" in caplog.text
+    assert [status.state for status in runtime.report().plugins] == [PluginState.FAILED]
+    for _ in range(2):
+        with pytest.raises(PluginLoadError, match="torn"):
+            HookRunner.from_runtime(runtime_for(site, ProcessRole.API, strict=True))
+
+
+def test_only_the_test_kit_makes_a_process_forget(site: Site, seen: list[Any]) -> None:
+    """R12.18: the reset is for tests; nothing else in the core takes anything out."""
+    runtime = runtime_for(site, ProcessRole.API)
+    HookRunner.from_runtime(runtime)
+    forget_hooks()
+    HookRunner.from_runtime(runtime_for(site, ProcessRole.API))
+    assert seen.count("created") == 2
+    source = Path(hooks.__file__).parents[1]
+    uses = {path.relative_to(source).as_posix(): path.read_text().count("_of_process") for path in source.rglob("*.py")}
+    assert {path for path, count in uses.items() if count} == {"plugins/hooks.py", "testing/hooks_reset.py"}
+    text = Path(hooks.__file__).read_text()
+    assert not [word for word in ("_of_process.pop", "_of_process.clear", "del _of_process") if word in text]
+
+
+def test_one_plugin_s_implementation_can_be_called_alone() -> None:
+    log: list[Any] = []
+    runner = HookRunner()
+    for name, kind in (("a", Recorder), ("bad", Failing), ("z", Recorder)):
+        runner.register(name, kind(log, name))
+    assert runner.call("request_added", only="a", request=1)
+    assert not runner.call("request_added", only="bad", request=2)
+    assert log == [("a", 1)]
+    assert set(runner.plugins()) == {"a", "z"}
+    assert runner.call("step_finished", stats=None)
