@@ -26,7 +26,7 @@ from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
-    AttentionSpec, BlockHash, BlockHashWithGroup, BlockHasher, DTYPE_BYTES, FullAttentionSpec, HashContext,
+    AttentionSpec, BlockHash, BlockHashWithGroup, DTYPE_BYTES, FullAttentionSpec, HashContext,
     HashFunction, KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout,
     KVPlanRequest, KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire,
     spec_to_wire,
@@ -58,13 +58,13 @@ from hardpoint.interfaces.step import (
 )
 from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer, TokenizerProvider
 from hardpoint.interfaces.worker import (
-    ParallelSlice, PendingOutput, RpcMethod, WORKER_RPC, Worker, WorkerConfig, WorkerContext, WorkerFactory,
+    ParallelSlice, PendingOutput, RpcMethod, WORKER_RPC, Worker, WorkerConfig, WorkerContext,
 )
 
 __all__ = [
     "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
     "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
-    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockHasher",
+    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup",
     "BlockSizeRule", "BlockUpdate", "BoolArray", "CapturedGraph", "CliCommand", "CommonAttentionMetadata",
     "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription",
     "DeviceMap", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs",
@@ -83,6 +83,6 @@ __all__ = [
     "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
     "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader",
     "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
-    "WorkerFactory", "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire",
+    "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire",
     "spec_to_wire",
 ]

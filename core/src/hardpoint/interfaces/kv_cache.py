@@ -17,7 +17,6 @@ import msgspec
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.plugin import PluginContext
-from hardpoint.interfaces.request import EngineRequest
 
 BlockHash = NewType("BlockHash", bytes)
 BlockHashWithGroup = NewType("BlockHashWithGroup", bytes)
@@ -280,7 +279,8 @@ class KVCacheManager(ABC):
 class KVSpecRegistration:
     """What a ``kv_cache_spec`` plugin's factory returns.
 
-    ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``. ``grouping_base`` must be an ancestor of ``spec_class`` (default: itself).
+    ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``. ``grouping_base`` must be an
+    ancestor of ``spec_class`` (default: itself).
     """
 
     spec_class: type[KVCacheSpec]
@@ -303,12 +303,3 @@ class HashContext(PluginContext):
     """``seed`` is the operator's hash seed text, or None."""
 
     seed: str | None = None
-
-
-class BlockHasher(Protocol):
-    """Incremental hashing of a request: one chained hash per complete hash block (R11.13)."""
-
-    block_size: int
-
-    def extend(self, request: EngineRequest, token_ids: Any, hashes: list[BlockHash]) -> None:
-        """Append the hashes of blocks that became complete; existing entries never change."""

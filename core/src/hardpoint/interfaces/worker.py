@@ -6,7 +6,7 @@ Only the methods in :data:`WORKER_RPC` can be called remotely; arguments and res
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,5 +151,3 @@ WORKER_RPC: Mapping[str, RpcMethod] = {
     "check_health": RpcMethod((), None),
     "shutdown": RpcMethod((), None),
 }
-
-WorkerFactory = Callable[[int], Worker]
