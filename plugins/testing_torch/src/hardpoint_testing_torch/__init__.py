@@ -8,6 +8,7 @@ from hardpoint_testing_torch.attention_problems import (
     run_backend,
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
+from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
@@ -21,6 +22,8 @@ __all__ = [
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
+    "FakeGraph",
+    "FakeGraphBackend",
     "LinearBench",
     "LocalDriver",
     "ParityHarness",
