@@ -371,6 +371,19 @@ class TestStartUp:
         with pytest.raises(RuntimeError):
             worker.check_health()
 
+    def test_profiling_stays_within_the_positions(self, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A step may hold more tokens than a sequence; tables of positions end with the sequence."""
+        worker = world.start(max_num_batched_tokens=3 * world.max_len + 1)
+        forward, seen = worker.loaded.model.forward, []
+
+        def recording(token_ids: Any, positions: Any) -> Any:
+            seen.append((len(token_ids), int(positions.max())))
+            return forward(token_ids, positions)
+
+        monkeypatch.setattr(worker.loaded.model, "forward", recording)
+        worker.kv_cache_budget()
+        assert seen == [(3 * world.max_len + 1, world.max_len - 1)]
+
     def test_warming_up_leaves_no_trace(self, world: Any) -> None:
         """Slots, null block and the engine's stream of draws are as before."""
         requests = [world.engine_request(name, prompt, temperature=1.0) for name, prompt in PROMPTS.items()]

@@ -31,7 +31,7 @@ class KernelOverride:
     Attributes:
         seam: name of the seam that is replaced.
         function: takes the seam's parameters, by the same names in the same order, and keeps its contract, including
-            what is written in place. Called with any number of tokens, 0 included.
+            what is written in place. Called with any number of tokens, 0 included, unless the seam says otherwise.
         device_types: such as ``cpu``; other devices are refused.
         dtypes: compute dtypes by name, such as ``bfloat16``; others are refused.
         refuse: a further reason against a case, or None; a pure function of its argument.

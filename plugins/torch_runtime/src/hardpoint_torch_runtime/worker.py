@@ -162,7 +162,8 @@ class TorchWorker(Worker):
         """The configured size, or what is left of the device's budget after a forward of the largest step."""
         if self.config.kv_cache_bytes is not None:
             return self.config.kv_cache_bytes
-        profile_forward(self.loaded.model, self.config.max_num_batched_tokens, self.device)
+        config = self.config
+        profile_forward(self.loaded.model, config.max_num_batched_tokens, config.max_model_len, self.device)
         self._platform.synchronize(self._logical_device)
         budget = self._platform.memory_budget(self._logical_device)
         return max(0, budget - self._platform.memory_used(self._logical_device))

@@ -110,8 +110,8 @@ _ROWS = (
     KernelSeam(
         "top_k_top_p",
         ("logits", "top_k", "top_p"),
-        "logits float32 [S, V], top_k int64 [S] (0: all) or None, top_p float32 [S] (1: all) or None; sets excluded "
-        "logits to -inf in place, keeping ties and at least one a row; returns logits",
+        "logits float32 [S, V], S at least 1, top_k int64 [S] (0: all) or None, top_p float32 [S] (1: all) or None; "
+        "sets excluded logits to -inf in place, keeping ties and at least one a row; returns logits",
         "sampling",
         mutates=("logits",),
         dtype="float32",

@@ -9,7 +9,7 @@ import numpy as np
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.request import Int32Array
-from hardpoint.interfaces.step import NewRow, SchedulerOutput
+from hardpoint.interfaces.step import NewRow, SchedulerOutput, TokenUpdate
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.slot_state import SlotState
@@ -59,7 +59,20 @@ class BatchState:
             self.slots.append_blocks(step.slots, step.new_blocks)
             if step.known_tokens is not None:
                 self.slots.append_known(step.slots, step.known_tokens)
+                self._observe_known(step.slots, step.known_tokens)
             self._check_known(step)
+
+    def remember(self, slots: Int32Array, token_ids: Int32Array) -> None:
+        """Sampled tokens, one per slot, join what is known of their requests."""
+        self.slots.append_tokens(slots, token_ids)
+        for processor in self._processors:
+            processor.observe(slots, token_ids)
+
+    def _observe_known(self, slots: Int32Array, known: TokenUpdate) -> None:
+        is_news = known.ids >= 0
+        owners, ids = np.repeat(slots, known.counts)[is_news], known.ids[is_news]
+        for processor in self._processors if len(ids) else ():
+            processor.observe(owners, ids)
 
     def _release(self, slots: Int32Array) -> None:
         if len(slots) == 0:

@@ -141,7 +141,7 @@ class ModelRunner:
         if failures:
             good = ~np.isin(sampled_rows, list(failures))
             slots, token_ids = slots[good], token_ids[good]
-        self.state.slots.append_tokens(slots, token_ids)
+        self.state.remember(slots, token_ids)
 
     @staticmethod
     def _grammar(
@@ -169,10 +169,12 @@ def _hidden(output: torch.Tensor | StageOutput) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def profile_forward(model: Model, num_tokens: int, device: torch.device) -> None:
+def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: torch.device) -> None:
     """A forward of ``num_tokens`` that touches no cache: its scratch memory and first-call costs come now."""
+    # A step may hold more tokens than one sequence, and then more than there are positions.
+    positions = torch.arange(num_tokens, dtype=torch.int64, device=device) % max_model_len
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
     with set_forward_context(context):
-        hidden = _hidden(model.forward(token_ids, torch.arange(num_tokens, dtype=torch.int64, device=device)))
+        hidden = _hidden(model.forward(token_ids, positions))
     model.logits(hidden[-1:])
