@@ -12,6 +12,7 @@ from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBacke
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
+from hardpoint_testing_torch.logits_processor_suite import LogitsProcessorSuite
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
@@ -26,6 +27,7 @@ __all__ = [
     "FakeGraphBackend",
     "LinearBench",
     "LocalDriver",
+    "LogitsProcessorSuite",
     "ParityHarness",
     "PlainAttention",
     "PlainAttentionBackend",
