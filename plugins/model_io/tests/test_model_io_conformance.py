@@ -14,18 +14,12 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from hardpoint.interfaces import ModelArtifact, ModelSource, Tokenizer, WeightLoader
+from hardpoint.interfaces import ModelArtifact, ModelSource, Tokenizer, TokenizerProvider
 from hardpoint.testing.model_source_suite import HOSTILE_NAMES, ModelSourceSuite
 from hardpoint.testing.tokenizer_suite import TokenizerSuite
 from hardpoint.testing.weight_loader_suite import WeightLoaderSuite
 from hardpoint_model_io.sources.hub import HubRevision, HubSource, HubUnreachableError
-from hardpoint_model_io.sources.local import LocalSource
 from hardpoint_model_io.sources.package import PackageSource
-from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
-from hardpoint_model_io.tokenizers.hf import HuggingFaceTokenizerProvider
-from hardpoint_model_io.weights.dummy import DummyOptions, DummyWeightLoader
-from hardpoint_model_io.weights.gguf import GgufWeightLoader
-from hardpoint_model_io.weights.safetensors import SafetensorsWeightLoader
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,13 +47,18 @@ def write_folder(folder: Path) -> ModelArtifact:
 
 
 class TestGgufTokenizer(TokenizerSuite):
+    plugin: ClassVar[str | None] = "gguf"
+
     def create_tokenizer(self) -> Tokenizer:
         artifact = PackageSource().resolve("smollm2", None)
         assert artifact is not None
-        return GgufTokenizerProvider().load(artifact)
+        provider: TokenizerProvider = self.create_plugin(self.context())
+        return provider.load(artifact)
 
 
 class TestHuggingFaceTokenizer(TokenizerSuite):
+    plugin: ClassVar[str | None] = "hf"
+
     def create_tokenizer(self) -> Tokenizer:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         backend = Backend(models.BPE(vocab={text: number for number, text in enumerate(alphabet)}, merges=[]))
@@ -69,16 +68,15 @@ class TestHuggingFaceTokenizer(TokenizerSuite):
         with tempfile.TemporaryDirectory() as folder:
             backend.save(f"{folder}/tokenizer.json")
             artifact = ModelArtifact(name="t", root=folder, files=("tokenizer.json",), source="test")
-            return HuggingFaceTokenizerProvider().load(artifact)
+            provider: TokenizerProvider = self.create_plugin(self.context())
+            return provider.load(artifact)
 
 
 class TestLocalSource(ModelSourceSuite):
+    plugin: ClassVar[str | None] = "local"
     missing_names: ClassVar[tuple[str, ...]] = ("/no/such/model", "./missing.gguf")
     # Any file that its user may read is a model's path; whether it holds one, the loaders say.
     hostile_names: ClassVar[tuple[str, ...]] = tuple(name for name in HOSTILE_NAMES if "passwd" not in name)
-
-    def create_source(self) -> ModelSource:
-        return LocalSource()
 
     def create_name(self, folder: Path) -> str:
         write_folder(folder)
@@ -105,6 +103,7 @@ class CacheOnly:
 
 
 class TestHubSource(ModelSourceSuite):
+    plugin: ClassVar[str | None] = "hub"
     missing_names: ClassVar[tuple[str, ...]] = ("org/missing",)
 
     @pytest.fixture(autouse=True)
@@ -123,18 +122,15 @@ class TestHubSource(ModelSourceSuite):
 
 
 class TestPackageSource(ModelSourceSuite):
+    plugin: ClassVar[str | None] = "package"
     missing_names: ClassVar[tuple[str, ...]] = ("package:no-such-distribution",)
-
-    def create_source(self) -> ModelSource:
-        return PackageSource()
 
     def create_name(self, folder: Path) -> str:
         return "smollm2"
 
 
 class TestSafetensors(WeightLoaderSuite):
-    def create_loader(self, packed: bool) -> WeightLoader:
-        return SafetensorsWeightLoader()
+    plugin: ClassVar[str | None] = "safetensors"
 
     def create_artifact(self, folder: Path) -> ModelArtifact:
         return write_folder(folder)
@@ -144,25 +140,21 @@ class TestSafetensors(WeightLoaderSuite):
 
 
 class TestGguf(WeightLoaderSuite):
+    plugin: ClassVar[str | None] = "gguf"
     num_flips: ClassVar[int] = 30
 
     @pytest.fixture
     def artifact(self, gguf_file: Callable[..., Path], as_artifact: Callable[[Path], ModelArtifact]) -> ModelArtifact:
         return as_artifact(gguf_file())
 
-    def create_loader(self, packed: bool) -> WeightLoader:
-        return GgufWeightLoader(packed)
-
     def create_artifact(self, folder: Path) -> ModelArtifact:
         raise TypeError("the fixture 'artifact' writes the file")
 
 
 class TestDummy(WeightLoaderSuite):
+    plugin: ClassVar[str | None] = "dummy"
     automatic: ClassVar[bool] = False
     checks_files: ClassVar[bool] = False
-
-    def create_loader(self, packed: bool) -> WeightLoader:
-        return DummyWeightLoader(DummyOptions())
 
     def create_artifact(self, folder: Path) -> ModelArtifact:
         return write_folder(folder)

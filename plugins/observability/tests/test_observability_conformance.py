@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from typing import ClassVar
 
-from hardpoint.interfaces import StatLogger
 from hardpoint.testing.stat_logger_suite import StatLoggerSuite
-from hardpoint_observability.log import LogStats
-from hardpoint_observability.prometheus import PrometheusOptions, PrometheusStats
 
 
 class TestLog(StatLoggerSuite):
-    def create_logger(self) -> StatLogger:
-        return LogStats(logging.getLogger("hardpoint.test"))
+    plugin: ClassVar[str | None] = "log"
 
 
 class TestPrometheus(StatLoggerSuite):
-    def create_logger(self) -> StatLogger:
-        return PrometheusStats(PrometheusOptions())
+    plugin: ClassVar[str | None] = "prometheus"
