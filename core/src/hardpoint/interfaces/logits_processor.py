@@ -24,6 +24,13 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def remove(self, slot: int) -> None: ...
 
+    def observe(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """``token_ids[i]``, int32, joined the request in ``slots[i]`` after its :class:`NewRow`.
+
+        Tokens of one slot come in order, each once, before the next :meth:`apply` that concerns it, wherever they were
+        sampled.
+        """
+
     @abstractmethod
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """float32 [S, V], row i belongs to ``slots[i]``; may work in place."""
