@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hardpoint
-from hardpoint.engine.build import build_engine, engine_facts
+from hardpoint.engine.build import build_engine
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.llm import LLM, PromptLike
 from hardpoint.errors import EngineDeadError, InvalidRequestError, ModelFormatError
@@ -209,9 +209,10 @@ def test_a_failed_load_stops_the_workers(make_spec: Callable, make_runtime: Call
 def test_facts_of_a_loaded_engine(make_spec: Callable, make_runtime: Callable) -> None:
     spec, runtime = make_spec(num_blocks=33), make_runtime()
     core = build_engine(spec, runtime)
-    facts = engine_facts(core, spec, runtime)
-    assert (facts.tasks, facts.num_blocks, facts.capacity_tokens) == (("generate",), 32, 128)
-    created = {status.kind for status in facts.load_reports[0].of(PluginState.CREATED)}
+    num_blocks = core.scheduler.stats().num_total_blocks
+    facts = (core.executor.supported_tasks(), num_blocks, num_blocks * spec.worker_config.block_size)
+    assert facts == (("generate",), 32, 128)
+    created = {status.kind for status in core.load_reports()[0].of(PluginState.CREATED)}
     assert {"executor", "scheduler", "worker", "kv_layout", "kv_cache_spec"} <= created
     core.shutdown()
 

@@ -90,7 +90,7 @@ class AsyncLLM:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        return self.client.facts.tasks if self.client.facts is not None else self._frontend.tasks
+        return self._frontend.tasks if self.client.tasks is None else self.client.tasks
 
     @property
     def stat_loggers(self) -> Mapping[str, StatLogger]:

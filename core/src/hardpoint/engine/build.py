@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from hardpoint.engine.core import EngineCore
-from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import ConfigError, WorkerError, as_raised
 from hardpoint.interfaces.executor import Executor, ExecutorContext
@@ -41,16 +40,6 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
         raise
     _logger.info("engine %s is ready after %.1f s", spec.model_name, time.monotonic() - started)
     return core
-
-
-def engine_facts(core: EngineCore, spec: EngineSpec, runtime: PluginRuntime) -> EngineFacts:
-    blocks = core.scheduler.stats().num_total_blocks
-    return EngineFacts(
-        tasks=core.executor.supported_tasks(),
-        num_blocks=blocks,
-        capacity_tokens=blocks * spec.worker_config.block_size,
-        load_reports=tuple(core.load_reports()),
-    )
 
 
 def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) -> EngineCore:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from hardpoint.engine import messages as wire
-from hardpoint.engine.build import build_engine, engine_facts
+from hardpoint.engine.build import build_engine
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import HardpointError
@@ -77,7 +77,7 @@ def main(payload: bytes) -> int:
         sockets.close()
         return 1
     threading.Thread(target=sockets.receive_into, args=(inbox,), name="engine-input", daemon=True).start()
-    sockets.send_all(wire.Ready(engine_facts(core, job.spec, runtime)))
+    sockets.send_all(wire.Ready(core.executor.supported_tasks()))
     code = server.run()
     announce_stop(runtime)
     sockets.close()

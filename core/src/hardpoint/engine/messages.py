@@ -7,16 +7,6 @@ from typing import Any
 import msgspec
 
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
-from hardpoint.plugins.report import LoadReport
-
-
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What only a loaded engine knows. ``num_blocks`` counts usable KV blocks; ``capacity_tokens`` all they hold."""
-
-    tasks: tuple[str, ...]
-    num_blocks: int
-    capacity_tokens: int
-    load_reports: tuple[LoadReport, ...] = ()
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +32,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    facts: EngineFacts
+    """``tasks`` are what the loaded model can do."""
+
+    tasks: tuple[str, ...]
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,6 @@ import zmq.asyncio
 
 from hardpoint.engine import messages as wire
 from hardpoint.engine.core_process import ENTRY, EnginePayload
-from hardpoint.engine.messages import EngineFacts
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import EngineDeadError, HardpointError, as_raised
 from hardpoint.interfaces.request import EngineOutputs, EngineRequest
@@ -32,7 +31,8 @@ KILL_AFTER_S = 5.0
 class ProcessClient:
     """One engine process, its sockets and its life, on one event loop.
 
-    Set ``on_outputs`` and ``on_dead`` before the first request. ``on_dead`` runs once, whatever ended the engine.
+    ``tasks`` are what the engine offers, None until it is loaded. Set ``on_outputs`` and ``on_dead`` before the first
+    request. ``on_dead`` runs once, whatever ended the engine.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class ProcessClient:
         self.child = child
         self.on_outputs: Callable[[EngineOutputs], None] = lambda batch: None
         self.on_dead: Callable[[str], None] = lambda reason: None
-        self.facts: EngineFacts | None = None
+        self.tasks: tuple[str, ...] | None = None
         self.dead_reason: str | None = None
         self.is_closing = False
         self._stall_after_s = stall_after_s
         self._loop = asyncio.get_running_loop()
         self._last_sign = time.monotonic()
-        self._ready: asyncio.Future[EngineFacts] = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._receiver = receiver
@@ -98,7 +98,7 @@ class ProcessClient:
         """Loaded, and advancing within a third of the time after which it counts as stalled."""
         responsive = self.silence_s < self._stall_after_s / 3
         running = self.child.is_alive and self.dead_reason is None and not self.is_closing
-        return self.facts is not None and running and responsive
+        return self.tasks is not None and running and responsive
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._send(wire.Add(list(requests)))
@@ -124,7 +124,7 @@ class ProcessClient:
         Returns the exit code, None after a kill.
         """
         already, self.is_closing = self.is_closing, True
-        if self.facts is None:
+        if self.tasks is None:
             self.child.terminate()  # While it loads it listens to nothing else.
         elif not already and self.child.is_alive and self.dead_reason is None:
             self._send(wire.Shutdown(drain, timeout_s))
@@ -169,8 +169,8 @@ class ProcessClient:
             outcome = message.result if message.error is None else HardpointError(message.error)
             _settle(self._calls.get(message.call_id), outcome)
         elif isinstance(message, wire.Ready):
-            self.facts = message.facts
-            _settle(self._ready, message.facts)
+            self.tasks = message.tasks
+            _settle(self._ready, None)
         elif isinstance(message, wire.StartupFailed):
             text = f"{message.kind}: {message.message}"
             fallback = EngineDeadError(f"the engine could not start: {text}")
