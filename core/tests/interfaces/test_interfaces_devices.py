@@ -6,12 +6,10 @@ import copy
 import pickle
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mypy import api
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import DeviceMap, LogicalDevice, PhysicalDevice
@@ -166,37 +164,3 @@ def test_without_a_mask_numbers_stay(assigned: list[int], number: int) -> None:
     """I12.4 where the variable is unset."""
     assert visible(device_map(assigned=assigned), number) == number
     assert [physical(device_map(assigned=assigned), i) for i in range(len(assigned))] == assigned
-
-
-SNIPPET = """
-from hardpoint.interfaces import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
-
-def use(devices: DeviceMap, logical: LogicalDevice, visible: VisibleDevice, physical: PhysicalDevice) -> None:
-    {line}
-"""
-SOUND = ("devices.physical_to_visible(devices.logical_to_physical(logical))", "devices.set_assigned([physical])")
-MIXED = (
-    "devices.logical_to_physical(physical)",
-    "devices.logical_to_physical(visible)",
-    "devices.logical_to_physical(0)",
-    "devices.physical_to_visible(logical)",
-    "devices.physical_to_visible(visible)",
-    "devices.set_assigned([logical])",
-    "devices.set_assigned([visible])",
-    "devices.set_assigned([0])",
-    "wrong: PhysicalDevice = devices.physical_to_visible(physical)",
-)
-
-
-def test_mixing_the_kinds_fails_type_checking(tmp_path: Path) -> None:
-    """R12.38, P12.8."""
-    lines = dict(enumerate([*SOUND, *MIXED]))
-    for number, line in lines.items():
-        (tmp_path / f"snippet_{number}.py").write_text(SNIPPET.format(line=line))
-    files = [str(tmp_path / f"snippet_{number}.py") for number in lines]
-    root = Path(__file__).resolve().parents[3]
-    config = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache")]
-    report, errors, _ = api.run([*config, "--no-error-summary", "--follow-imports=silent", *files])
-    assert errors == ""
-    faulty = {int(line.partition("snippet_")[2].partition(".py")[0]) for line in report.splitlines() if "error" in line}
-    assert [lines[number] for number in sorted(set(lines) - faulty)] == list(SOUND), report
