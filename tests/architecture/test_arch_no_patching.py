@@ -50,9 +50,8 @@ def _targets(tree: ast.AST) -> Iterator[ast.expr]:
                 yield from _flat(target)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
             yield from _flat(node.target)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-            if node.func.id in ("setattr", "delattr"):
-                yield ast.copy_location(ast.Attribute(node.args[0], "?", ast.Load()), node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr") and node.args:
+            yield ast.copy_location(ast.Attribute(node.args[0], "?", ast.Load()), node)
 
 
 def _flat(target: ast.expr) -> Iterator[ast.expr]:
