@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -27,7 +26,7 @@ from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_executor import FakeExecutor
 from hardpoint.testing.fake_worker import FakeWorker, next_token
 
-__all__ = ["BLOCK_SIZE", "SchedulerLoop", "make_request", "scheduler_context", "solo_tokens", "step_microseconds"]
+__all__ = ["BLOCK_SIZE", "SchedulerLoop", "make_request", "scheduler_context", "solo_tokens"]
 
 BLOCK_SIZE = 4
 
@@ -185,28 +184,3 @@ class SchedulerLoop:
         assert not self.worker.slots, "the worker still holds requests"
         assert self.scheduler.reset_prefix_cache(), "the prefix cache cannot be reset although nothing runs"
         self.scheduler.check_integrity()
-
-
-def step_microseconds(scheduler: Scheduler, *, num_requests: int, num_steps: int = 200) -> float:
-    """Mean time of ``schedule`` plus ``update`` with ``num_requests`` decoding, in microseconds; no worker involved."""
-    for i in range(num_requests):
-        scheduler.add(make_request(f"b{i}", range(3, 11), num_steps + 8))
-    spent = 0.0
-    counted = 0
-    while counted < num_steps and scheduler.has_work():
-        start = time.perf_counter()
-        step = scheduler.schedule()
-        middle = time.perf_counter()
-        answer = RunnerOutput(
-            step_id=step.step_id,
-            slots=step.slots,
-            generations=step.generations,
-            num_sampled=step.samples.astype(np.int32),
-            token_ids=np.full(int(step.samples.sum()), 7, dtype=np.int32),
-        )
-        resumed = time.perf_counter()
-        scheduler.update(step, answer)
-        if step.num_rows == num_requests and bool(step.samples.all()):
-            spent += middle - start + time.perf_counter() - resumed
-            counted += 1
-    return spent / max(counted, 1) * 1e6

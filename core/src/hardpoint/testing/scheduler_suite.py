@@ -13,13 +13,8 @@ from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import FinishReason, PauseMode, Scheduler, SchedulerContext, SchedulerLimits
 from hardpoint.interfaces.step import RowFailure
 from hardpoint.testing.plugin_suite import PluginSuite
-from hardpoint.testing.scheduler_loop import (
-    SchedulerLoop,
-    make_request,
-    scheduler_context,
-    solo_tokens,
-    step_microseconds,
-)
+from hardpoint.testing.scheduler_benchmark import measure
+from hardpoint.testing.scheduler_loop import SchedulerLoop, make_request, scheduler_context, solo_tokens
 
 __all__ = ["SchedulerSuite"]
 
@@ -299,11 +294,11 @@ class SchedulerSuite(PluginSuite):
         assert loop.tokens["a"] == solo_tokens(PROMPT, 5)
         loop.check_empty()
 
-    def test_time_of_a_step(self) -> None:
-        """A figure to look at (``pytest -s``), not a verdict."""
-        limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=256)
-        scheduler = self.create_scheduler(scheduler_context(limits, 4_096))
-        print(f"{step_microseconds(scheduler, num_requests=64, num_steps=100):.0f} us/step with 64 requests")
+    def test_cost_of_a_step(self, record_property: Callable[[str, object], None]) -> None:
+        """Figures to look at (``hardpoint plugins test``, or ``pytest -s``), not a verdict."""
+        benchmark = measure(self.create_scheduler, counts=(64, 256), num_steps=20)
+        record_property("figure", benchmark.summary)
+        print(benchmark.summary)
 
 
 def add_until_refused(loop: SchedulerLoop, most: int) -> list[str]:

@@ -20,12 +20,16 @@ _SETTINGS = "[pytest]\n"
 
 
 class SuiteOutcome:
-    """Names of tests by outcome, without parameters; ``skipped`` maps to the reason."""
+    """Names of tests by outcome, without parameters; ``skipped`` maps to the reason.
+
+    ``figures`` are texts that tests gave to pytest's ``record_property`` under the name "figure".
+    """
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+        self.figures: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A failure in setup or teardown counts as one of the test."""
@@ -36,6 +40,7 @@ class SuiteOutcome:
             self.skipped[name] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         elif report.when == "call":
             self.passed.add(name)
+            self.figures += [str(value) for key, value in report.user_properties if key == "figure"]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A class that cannot be collected has failed as a whole."""

@@ -36,7 +36,8 @@ class BrokenRule(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """``kept`` are names of tests; ``not_claimed`` maps those of optional behavior to why they were skipped.
 
-    ``fault`` says why no verdict on the rules was reached at all. ``note`` tells what was not examined.
+    ``figures`` are measurements, which break no rule. ``fault`` says why no verdict on the rules was reached at all,
+    ``note`` what was not examined.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     broken: tuple[BrokenRule, ...] = ()
     not_claimed: dict[str, str] = {}
+    figures: tuple[str, ...] = ()
     fault: str = ""
     note: str = ""
     seconds: float = 0.0
@@ -92,6 +94,7 @@ def _examine_here(plugin: DiscoveredPlugin, only: str) -> Verdict:
         kept=tuple(sorted(outcome.passed - set(outcome.failed))),
         broken=tuple(broken),
         not_claimed={name: reason.removeprefix("Skipped: ") for name, reason in sorted(outcome.skipped.items())},
+        figures=tuple(outcome.figures),
         note=note,
     )
 
@@ -146,7 +149,7 @@ def _lines(verdict: Verdict, color: bool, verbose: bool) -> Iterator[str]:
     source = f"{verdict.distribution} {verdict.version}"
     where = f"{verdict.suite or 'no suite'}, {source}, {verdict.seconds:.1f} s"
     yield f"{verdict.kind}:{verdict.name}  {word}  {counts}  ({where})"
-    for text in (verdict.fault, verdict.note):
+    for text in (verdict.fault, verdict.note, *verdict.figures):
         yield from (f"    {line}" for line in text.splitlines())
     for broken in verdict.broken:
         yield f"  x {broken.name}: {broken.rule}"
