@@ -51,7 +51,6 @@ class ModelContext(PluginContext):
     config: WorkerConfig | None = None
     stage: StageRange | None = None
     layers: Any = None
-    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

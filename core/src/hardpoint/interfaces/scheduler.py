@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -130,7 +130,6 @@ class SchedulerContext(PluginContext):
     kv_cache: KVCacheConfig
     hash_algorithm: str = "sha256"
     extensions: tuple[SchedulerExtension, ...] = ()
-    observers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Scheduler(ABC):
