@@ -53,7 +53,7 @@ def _run(command: str, rest: list[str]) -> int:
         from hardpoint.commands import serve
 
         serve.add_arguments(parser)
-        return int(serve.run(parser.parse_args(rest)))
+        return int(serve.run(_parse(parser, rest)))
     return _run_plugin_command(command, rest)
 
 
@@ -80,11 +80,19 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
     command = runtime.create("cli_command", name, runtime.context("cli_command", name))
     parser = argparse.ArgumentParser(prog=f"hardpoint {name}", description=command.help)
     command.add_arguments(parser)
-    parsed = parser.parse_args(rest)
+    parsed = _parse(parser, rest)
     level = getattr(parsed, "setting::log_level", None) or os.environ.get(LEVEL_VARIABLE)
     # What such a command prints is its result: the story before it is told when asked for.
     configure_logging(name, level or "WARNING")
     return int(command.run(parsed))
+
+
+def _parse(parser: argparse.ArgumentParser, rest: list[str]) -> argparse.Namespace:
+    if parser.get_default("plugin") is not None:  # the command takes settings, so plugins' options too
+        from hardpoint.config.plugin_options import add_plugin_flags
+
+        add_plugin_flags(parser)
+    return parser.parse_args(rest)
 
 
 def _unknown_command(name: str, known: Sequence[str]) -> str:

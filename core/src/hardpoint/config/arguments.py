@@ -1,8 +1,7 @@
 """Command-line flags, environment variables and YAML, all derived from the configuration models.
 
 A field ``max_num_seqs`` is ``--max-num-seqs`` and ``HARDPOINT_MAX_NUM_SEQS``. The command line wins over the
-environment,
-the environment over the file, the file over the default.
+environment, the environment over the file, the file over the default; so it is with the options of plugins.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from hardpoint.config.errors import one_line
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
+from hardpoint.config.plugin_options import PluginHelp, add_plugin_flags, option_settings
 from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
@@ -100,12 +100,28 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_server: bool) -> None
             settings.update(choices=flag.choices, metavar=None if flag.choices else "VALUE")
         group.add_argument(flag.option, **settings)
     plugins = parser.add_argument_group("plugins")
+    # To argparse, an option that is spelt like this as a whole goes before -h and its value.
+    plugins.add_argument(
+        "--help=plugins",
+        action=PluginHelp,
+        dest="help",
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="list the options of installed plugins",
+    )
     plugins.add_argument(
         "--plugin", action="append", default=[], metavar="KIND.NAME.KEY=VALUE", help="a plugin's option"
     )
     plugins.add_argument("--plugins", metavar="NAMES", help="plugins that may load merely by being installed")
     plugins.add_argument("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="settle a doubled name")
     plugins.add_argument("--strict-plugins", action="store_true", help=PluginPolicy.model_fields["strict"].description)
+
+
+def flag_faults() -> tuple[str, ...]:
+    """What is wrong with the flags that installed plugins declare, beside those of ``hardpoint serve``."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, with_server=True)
+    return add_plugin_flags(parser)
 
 
 def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> AppConfig:
@@ -187,17 +203,10 @@ def _section(holder: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _apply_plugin_arguments(arguments: argparse.Namespace, environ: Mapping[str, str], rest: dict[str, Any]) -> None:
-    for text in arguments.plugin:
-        path, equals, value = text.partition("=")
-        parts = path.split(".")
-        if not equals or len(parts) != 3 or not all(parts):
-            raise ConfigError(f"--plugin {text!r} is not of the form kind.name.key=value")
-        kind, name, key = parts
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--plugin {text!r}: the value cannot be read: {one_line(error)}") from None
-        _section(_section(_section(rest, "plugins"), kind), name)[key] = parsed
+    if faults := getattr(arguments, "plugin_faults", ()):
+        raise ConfigError("\n".join(faults))
+    for kind, name, key, value in option_settings(arguments.plugin, environ):
+        _section(_section(_section(rest, "plugins"), kind), name)[key] = value
     policy = _section(rest, "plugin_policy")
     allow = parse_names(environ.get(ALLOW_VARIABLE) if arguments.plugins is None else arguments.plugins)
     if allow is not None:

@@ -12,7 +12,7 @@ from hardpoint.errors import PluginError
 from hardpoint.plugins.plan import PlannedPlugin
 from hardpoint.plugins.records import DiscoveredPlugin
 
-__all__ = ["MANIFEST_FILE", "UNCHECKED", "Manifest", "PluginManifest", "load_manifest"]
+__all__ = ["MANIFEST_FILE", "UNCHECKED", "Manifest", "PluginManifest", "load_manifest", "read_manifest"]
 
 MANIFEST_FILE = "hardpoint.json"
 UNCHECKED = "unchecked"
@@ -30,10 +30,19 @@ class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def options_object(self) -> dict[str, Any]:
         """The part of ``options`` that holds ``properties``; a model that contains itself is held by reference."""
-        schema = self.options or {}
-        reference = str(schema.get("$ref", "")).rpartition("/")[2]
-        found: dict[str, Any] = schema.get("$defs", {}).get(reference, schema)
-        return found
+        return self._resolved(self.options or {})
+
+    @property
+    def option_schemas(self) -> dict[str, dict[str, Any]]:
+        """The schema of each option by key, a reference replaced by what it stands for, and ``is_required``."""
+        whole = self.options_object
+        required = whole.get("required", ())
+        schemas = whole.get("properties", {})
+        return {key: {**self._resolved(part), "is_required": key in required} for key, part in schemas.items()}
+
+    def _resolved(self, part: dict[str, Any]) -> dict[str, Any]:
+        named = (self.options or {}).get("$defs", {}).get(str(part.get("$ref")).rpartition("/")[2], {})
+        return {**named, **part}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +53,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> PluginManifest | None:
-    """The manifest entry of ``plugin``, or ``None`` when its package ships none.
+    """The manifest entry of ``plugin``, or ``None`` when its package ships none. Raises as :func:`read_manifest`."""
+    manifest = read_manifest(plugin)
+    return None if manifest is None else manifest.plugins.get(plugin.kind, {}).get(plugin.name)
+
+
+def read_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> Manifest | None:
+    """The manifest of the package that holds ``plugin``, or ``None`` when it ships none.
 
     Only the spec of the top-level package is looked up, so no code of the plugin runs. Raises ``PluginError`` naming
     the file when it cannot be understood.
@@ -61,7 +76,7 @@ def load_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> PluginManifest | 
                 text = stream.read()
         except OSError:
             continue
-        return _parse(text, path).plugins.get(plugin.kind, {}).get(plugin.name)
+        return _parse(text, path)
     return None
 
 

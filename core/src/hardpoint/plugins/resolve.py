@@ -64,7 +64,7 @@ def _option_faults(plugin: DiscoveredPlugin, manifest: PluginManifest, given: di
         return []
     from hardpoint.plugins.schema import schema_faults  # brings pydantic along, which lists and reports do without
 
-    unknown = unknown_options(plugin.kind, plugin.name, given, known.get("properties", {}))
+    unknown = unknown_options(plugin.kind, plugin.name, given, manifest.option_schemas)
     return unknown or schema_faults(plugin.kind, plugin.name, manifest.options, given)
 
 
