@@ -6,6 +6,7 @@ R12.2, R12.12, R12.13 and the hooks of ARCHITECTURE section 3.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from cli_support import Finished, run_process
 from hook_trace import Trace, install_trace
+from scratch_install import write_metadata
 from server_process import PATIENCE, ServerProcess, WholeAnswer, serving, until
 
 pytestmark = pytest.mark.timeout(300 * PATIENCE)
@@ -165,6 +167,9 @@ def test_configure_sees_what_was_given_and_its_edits_count(trace: Trace, log: st
 
 def test_each_process_tells_once_what_became_of_its_plugins(log: str, trace: Trace) -> None:
     """R12.16, P12.1, P12.2: a line at the default level."""
+    assert "INFO" in next(
+        line for line in log.splitlines() if "the configure hook of middle (hook-trace) edited" in line
+    )
     lines = [line for line in log.splitlines() if "plugins in process" in line]
     assert all("INFO" in line and "created" in line for line in lines)
     for where, roles in (("launcher", "launcher+api"), ("engine", "engine"), ("worker", "worker, rank 0")):
@@ -239,6 +244,43 @@ def test_bad_edits_stop_the_start_and_name_the_plugin(
     assert done.status == 1
     assert [text for text in complaint if text not in done.complaint()] == [], done.complaint()
     assert "process_started" not in trace.hooks(where="launcher")
+
+
+def install_broken(trace: Trace) -> None:
+    site = Path(trace.environ["PYTHONPATH"].partition(os.pathsep)[0])
+    points = {"torn": "broken_plugin:absent", "bad": "broken_plugin:create"}
+    write_metadata({"name": "broken-plugin", "version": "1.0", "entry-points": {"hardpoint.hooks.v1": points}}, site)
+    (site / "broken_plugin.py").write_text(
+        "from hardpoint.interfaces.hooks import hookimpl\n"
+        "class Bad:\n"
+        "    @hookimpl\n"
+        "    def request_added(self): raise OSError('disk full')\n"
+        "def create(ctx, options): return Bad()\n"
+    )
+
+
+def test_a_broken_plugin_is_told_of_once_and_the_others_go_on(tmp_path: Path, tiny: Path) -> None:
+    """R12.10, R12.14, P12.1: at the level of a command that prints results."""
+    trace = install_trace(tmp_path)
+    install_broken(trace)
+    done = generate(trace, tiny)
+    assert done.status == 0, done.err
+    told = [line for line in done.err.splitlines() if "broken-plugin" in line]
+    assert len(told) == 2, done.err
+    assert "1 of the installed hooks plugins failed" in told[0]
+    assert "hooks:torn (broken-plugin 1.0)" in told[0]
+    assert "hook request_added of 'bad' raised OSError: disk full" in told[1]
+    assert trace.hooks(where="launcher")[-2:] == ["request_finished", "process_stopping"]
+
+
+@pytest.mark.parametrize("asked", [("--strict-plugins",), ("--plugin", "hooks.torn.key=1")])
+def test_strict_or_named_it_stops_the_start(tmp_path: Path, tiny: Path, asked: tuple[str, ...]) -> None:
+    """R12.15: before anything else is done."""
+    trace = install_trace(tmp_path)
+    install_broken(trace)
+    done = generate(trace, tiny, *asked)
+    assert "loading hooks:torn (broken-plugin 1.0) failed in process" in done.complaint()
+    assert "process_booting" not in trace.hooks(where="launcher")
 
 
 def test_an_empty_list_of_plugins_admits_no_hook(tmp_path: Path, tiny: Path) -> None:

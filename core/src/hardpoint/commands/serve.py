@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ``ConfigError`` and whatever stops the start."""
+    configure_logging("api", getattr(arguments, "setting::log_level", None))  # Hooks come before the settings count.
     config = load_config(arguments, os.environ)
     configure_logging("api", config.log_level)
     missing = [name for name in ("fastapi", "uvicorn", "httptools") if importlib.util.find_spec(name) is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from copy import deepcopy
 from typing import Any
@@ -35,6 +36,7 @@ def settle(document: dict[str, Any]) -> AppConfig:
             editors.append(f"{plugin} ({runner.plugins()[plugin]})")
             _refuse_permissions(editors[-1], document, draft)
             document = draft
+            logging.getLogger("hardpoint.config").info("the configure hook of %s edited the settings", editors[-1])
     try:
         return AppConfig.model_validate(document)
     except ValidationError as error:
