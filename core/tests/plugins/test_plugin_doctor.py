@@ -114,8 +114,7 @@ def test_text_has_color_only_where_asked(site: Site) -> None:
     for text in (
         "├─ the_scheduler  acme-all 1.0  available",
         "options set: window",
-        "no problems found",
-        "probe: available",
+        "the_platform  acme-all 1.0  available: installed; imported only when asked for  [available: because]",
     ):
         assert text in plain
     assert "\x1b[31mproblem" in render(examine(site, allow=("x",)), color=True)

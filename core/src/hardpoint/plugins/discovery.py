@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hardpoint.plugins.kinds import GROUP_PREFIX, KINDS
@@ -84,17 +85,25 @@ def _core_range(lines: list[str], core_version: str) -> tuple[tuple[str, ...], s
     """The distribution's requirements on the core, and what is wrong with them, if anything."""
     applying: list[str] = []
     for line in lines:
-        if not line.lower().startswith("hardpoint"):
-            continue
-        try:
-            name, allowed = _split_requirement(line)
-        except ValueError:
-            return (*applying, line), f"its requirement {line!r} cannot be read"
-        if allowed is not None and canonical_name(name) in _CORE_NAMES:
+        applies, fault = _judge(line, core_version) if line[:9].lower() == "hardpoint" else (False, "")
+        if applies:
             applying.append(line)
-            if not allowed.contains(core_version, prereleases=True):
-                return tuple(applying), f"it requires {line!r}, but the core's version is {core_version}"
+        if fault:
+            return tuple(applying), fault
     return tuple(applying), ""
+
+
+@cache  # Most distributions say the same of the core.
+def _judge(line: str, core_version: str) -> tuple[bool, str]:
+    """Whether a requirement is on the core, here; and what is wrong with it."""
+    try:
+        name, allowed = _split_requirement(line)
+    except ValueError:
+        return True, f"its requirement {line!r} cannot be read"
+    if allowed is None or canonical_name(name) not in _CORE_NAMES:
+        return False, ""
+    fits = allowed.contains(core_version, prereleases=True)
+    return True, "" if fits else f"it requires {line!r}, but the core's version is {core_version}"
 
 
 def _split_requirement(line: str) -> tuple[str, SpecifierSet | None]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
+from typing import Any
 
 import msgspec
 
 from hardpoint.errors import PluginError
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.kinds import KINDS, no_candidate
-from hardpoint.plugins.manifest import load_manifest
-from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
+from hardpoint.plugins.manifest import PluginManifest, read_manifest
+from hardpoint.plugins.metadata import find_archives
+from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
 from hardpoint.plugins.resolve import resolve_plan
 from hardpoint.plugins.selection import PluginSelection
@@ -22,13 +25,22 @@ __all__ = ["DoctorReport", "KindReport", "PluginReport", "ProbeReport", "diagnos
 
 
 class ProbeReport(msgspec.Struct, frozen=True):
+    """An answer. ``faults`` are what was found wrong with the plugin on the way to it."""
+
     status: str
     reason: str
     details: dict[str, str] = {}
+    faults: tuple[str, ...] = ()
+
+
+Probes = Mapping[tuple[str, str], ProbeReport]
 
 
 class PluginReport(msgspec.Struct, frozen=True):
-    """One installed plugin. ``state`` is ``active``, ``available`` or ``refused``; ``options`` are the keys set."""
+    """One installed plugin. ``state`` is ``active``, ``available`` or ``refused``; ``options`` are the keys set.
+
+    ``capabilities`` and ``required_tasks`` are those its manifest declares; ``faults`` name what to do.
+    """
 
     plugin: DiscoveredPlugin
     state: str
@@ -36,6 +48,9 @@ class PluginReport(msgspec.Struct, frozen=True):
     has_manifest: bool
     options: tuple[str, ...] = ()
     probe: ProbeReport | None = None
+    capabilities: dict[str, Any] = {}
+    required_tasks: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 class KindReport(msgspec.Struct, frozen=True):
@@ -47,7 +62,11 @@ class KindReport(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """``problems`` must be mended before a start; ``warnings`` deserve a look. ``refused`` got no kind's row."""
+    """``problems`` must be mended before a start; ``warnings`` deserve a look. ``refused`` got no kind's row.
+
+    ``environment`` are the variables in force, without secrets; ``archives`` the parts of the search path that are not
+    looked into.
+    """
 
     core_version: str
     num_distributions: int
@@ -56,31 +75,40 @@ class DoctorReport(msgspec.Struct, frozen=True):
     shadowed: tuple[ShadowedDistribution, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    environment: dict[str, str] = {}
+    archives: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
 def diagnose(
-    selection: PluginSelection | None = None, *, search_path: Iterable[str] | None = None, probe: bool = True
+    selection: PluginSelection | None = None,
+    *,
+    search_path: Iterable[str] | None = None,
+    probe: bool = True,
+    probe_workers: Callable[[PluginPlan], Probes] | None = None,
 ) -> DoctorReport:
-    """Examine what ``selection`` would use. ``probe`` imports and asks platform factories; nothing else is imported."""
-    discovery = discover(search_path)
+    """Examine what ``selection`` would use.
+
+    ``probe`` imports and asks platform factories here; ``probe_workers`` asks others elsewhere. No other code is run.
+    """
+    discovery, archives = discover(search_path), find_archives(search_path)
     plan, faults = resolve_plan(discovery, selection or PluginSelection())
     problems = [str(fault) for fault in faults]
-    probes = _probe(plan, discovery, problems) if probe else {}
+    probes = {**(_probe(plan, discovery, problems) if probe else {}), **(probe_workers(plan) if probe_workers else {})}
     for spec in KINDS.values():
         if spec.required and not plan.of(spec.name):
             problems.append(no_candidate(spec.name))
-    if probe:
-        problems += [
-            fault for planned in plan.plugins if planned.active and (fault := _absent_module(planned, search_path))
-        ]
     problems += [double.fault for double in discovery.shadowed if double.same_folder]
     warnings = [notice for notice in plan.notices if notice not in problems]
     warnings += [double.fault for double in discovery.shadowed if not double.same_folder]
     warnings += [f"{entry.kind}:{entry.name} ({entry.distribution}): {entry.reason}" for entry in discovery.refused]
-    kinds = tuple(_kind(kind, discovery, plan, probes, problems) for kind in KINDS)
+    warnings += [f"{archive} is an archive: no plugin in it is found; install it as a folder" for archive in archives]
+    kinds = tuple(_kind(kind, discovery, plan, probes) for kind in KINDS)
+    for row in (row for kind in kinds for row in kind.plugins) if probe else ():
+        found = [f"{row.plugin.kind}:{row.plugin.name} ({row.plugin.distribution}): {fault}" for fault in row.faults]
+        (problems if row.state == "active" else warnings).extend(text for text in found if text not in problems)
     return DoctorReport(
         core_version=__version__,
         num_distributions=discovery.num_distributions,
@@ -89,10 +117,16 @@ def diagnose(
         shadowed=discovery.shadowed,
         problems=tuple(problems),
         warnings=tuple(warnings),
+        environment={name: _shown(name) for name in sorted(os.environ) if name.startswith("HARDPOINT_")},
+        archives=archives,
     )
 
 
-def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> dict[str, ProbeReport]:
+def _shown(variable: str) -> str:
+    return "(set, not shown)" if variable.endswith("_KEY") else os.environ[variable]
+
+
+def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> Probes:
     # Deferred: reports without probing need neither pydantic nor the runtime.
     from hardpoint.plugins.platform_selection import judge, probe_platforms
     from hardpoint.plugins.runtime import PluginRuntime
@@ -110,37 +144,23 @@ def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> dict[
         judge(asked, requested, runtime.names("platform"))
     except PluginError as error:
         problems.append(str(error))
-    return {p.name: ProbeReport(p.result.status, p.result.reason, dict(p.result.details)) for p in probes}
+    reports = [ProbeReport(p.result.status, p.result.reason, dict(p.result.details)) for p in probes]
+    return {("platform", probe.name): report for probe, report in zip(probes, reports, strict=True)}
 
 
-def _absent_module(planned: PlannedPlugin, search_path: Iterable[str] | None) -> str:
+def _absent_module(plugin: DiscoveredPlugin) -> Iterator[str]:
     """The fault of a plugin whose code is not there, found without importing it."""
-    package = planned.entry_point.partition(":")[0].partition(".")[0]
+    package = plugin.entry_point.partition(":")[0].partition(".")[0]
     try:
-        here = (
-            importlib.util.find_spec(package)
-            if search_path is None
-            else PathFinder.find_spec(package, list(search_path))
-        )
+        spec = importlib.util.find_spec(package)
+        here = spec or PathFinder.find_spec(package, [os.path.dirname(plugin.path)])
     except (ImportError, ValueError):
         here = None
-    if here is not None:
-        return ""
-    return f"{planned.label}: its module {package!r} is not there; install the distribution again"
+    if here is None:
+        yield f"its module {package!r} is not there; install the distribution again"
 
 
-def _has_manifest(plugin: DiscoveredPlugin, problems: list[str]) -> bool:
-    try:
-        return load_manifest(plugin) is not None
-    except PluginError as error:
-        if str(error) not in problems:
-            problems.append(str(error))
-        return False
-
-
-def _kind(
-    kind: str, discovery: Discovery, plan: PluginPlan, probes: dict[str, ProbeReport], problems: list[str]
-) -> KindReport:
+def _kind(kind: str, discovery: Discovery, plan: PluginPlan, probes: Probes) -> KindReport:
     spec = KINDS[kind]
     admitted = {(planned.name, planned.distribution): planned for planned in plan.of(kind)}
     denied = {(entry.name, entry.distribution): entry.reason for entry in plan.refused if entry.kind == kind}
@@ -151,6 +171,26 @@ def _kind(
         state = ("active" if planned.active else "available") if planned else "refused"
         reason = planned.reason if planned else denied.get(key, "another distribution has the same name")
         options = tuple(planned.options) if planned else ()
-        probe = probes.get(plugin.name) if kind == "platform" else None
-        rows.append(PluginReport(plugin, state, reason, _has_manifest(plugin, problems), options, probe))
+        probe = probes.get((kind, plugin.name)) if planned else None
+        entry, faults = _manifest(plugin, discovery)
+        faults += [*_absent_module(plugin), *(probe.faults if probe else ())]
+        stated = (entry.capabilities, entry.required_tasks) if entry else ({}, ())
+        rows.append(PluginReport(plugin, state, reason, entry is not None, options, probe, *stated, tuple(faults)))
     return KindReport(kind, spec.group, spec.cardinality, tuple(sorted(spec.roles)), tuple(rows))
+
+
+def _manifest(plugin: DiscoveredPlugin, discovery: Discovery) -> tuple[PluginManifest | None, list[str]]:
+    """The plugin's entry, and what is wrong with the file it should be in."""
+    try:
+        manifest = read_manifest(plugin)
+    except PluginError as error:
+        return None, [str(error)]
+    if manifest is None:
+        return None, []
+    mine = {(p.kind, p.name) for p in discovery.plugins if p.distribution == plugin.distribution}
+    told = {(kind, name) for kind, entries in manifest.plugins.items() for name in entries}
+    entry = manifest.plugins.get(plugin.kind, {}).get(plugin.name)
+    advice = f"it is out of date: write it again with `hardpoint plugins manifest {plugin.distribution}`"
+    faults = [] if entry else [f"its package's manifest does not tell of it; {advice}"]
+    stray = ", ".join(f"{kind}:{name}" for kind, name in sorted(told - mine))
+    return entry, faults + ([f"its manifest tells of {stray}, which it does not provide; {advice}"] if stray else [])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["MetadataFolder", "canonical_name", "parse_entry_points", "parse_headers", "scan_metadata"]
+__all__ = ["MetadataFolder", "canonical_name", "find_archives", "parse_entry_points", "parse_headers", "scan_metadata"]
 
 
 class MetadataFolder(NamedTuple):
@@ -37,11 +37,8 @@ def canonical_name(name: str) -> str:
 
 
 def scan_metadata(search_path: Iterable[str] | None = None) -> Iterator[MetadataFolder]:
-    """All metadata folders in search order, those of one entry by name. Archives are not looked into."""
-    locations = dict.fromkeys(
-        os.path.realpath(e or os.curdir) for e in (sys.path if search_path is None else search_path)
-    )
-    for location in locations:
+    """All metadata folders in search order, those of one entry by name; none of :func:`find_archives`."""
+    for location in _locations(search_path):
         try:
             entries = sorted(os.listdir(location))
         except OSError:
@@ -51,6 +48,20 @@ def scan_metadata(search_path: Iterable[str] | None = None) -> Iterator[Metadata
             if entry.endswith((".dist-info", ".egg-info")) and entry[0].isalnum():
                 name = canonical_name(entry.rpartition(".")[0].partition("-")[0])
                 yield MetadataFolder(name, os.path.join(location, entry), location)
+
+
+def find_archives(search_path: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Zip files and eggs in the search path. What they hold can be imported, but none of their plugins is found."""
+    return tuple(
+        location
+        for location in _locations(search_path)
+        if os.path.isfile(location) or (location.endswith(".egg") and os.path.isdir(os.path.join(location, "EGG-INFO")))
+    )
+
+
+def _locations(search_path: Iterable[str] | None) -> Iterable[str]:
+    entries = sys.path if search_path is None else search_path
+    return dict.fromkeys(os.path.realpath(entry or os.curdir) for entry in entries)
 
 
 def parse_entry_points(text: str) -> Iterator[tuple[str, str, str]]:

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hardpoint.plugins.doctor import DoctorReport, PluginReport
 
-__all__ = ["render"]
+__all__ = ["Paint", "painter", "plain", "render"]
 
-_COLORS = {"active": "32", "available": "36", "refused": "33", "problem": "31", "warning": "33", "title": "1"}
-
-
-def render(report: DoctorReport, *, color: bool = False, verbose: bool = True) -> str:
-    """A tree per kind that has plugins, then warnings and problems. ``verbose`` adds paths, ranges and manifests."""
-    return "\n".join(_lines(report, color, verbose))
+Paint = Callable[[str, str], str]
+_COLORS = {"active": "32", "created": "32", "loaded": "32", "available": "36", "allowed": "36", "discovered": "2"}
+_COLORS |= {"refused": "33", "warning": "33", "failed": "31", "problem": "31", "title": "1"}
+_PLAIN_REASONS = ("installed", "installed; imported only when asked for")
 
 
-def _lines(report: DoctorReport, color: bool, verbose: bool) -> Iterator[str]:
-    def paint(text: str, role: str) -> str:
-        return f"\x1b[{_COLORS[role]}m{text}\x1b[0m" if color else text
+def painter(color: bool) -> Paint:
+    """Gives a text the color of its role: a state, ``warning``, ``problem`` or ``title``."""
+    return lambda text, role: f"\x1b[{_COLORS[role]}m{text}\x1b[0m" if color else text
 
+
+def plain(text: str) -> str:
+    """``text`` on one line, without anything that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def render(report: DoctorReport, *, color: bool = False, verbose: bool = True, kind: str | None = None) -> str:
+    """A line per plugin under its kind (or of one ``kind``), then warnings and problems.
+
+    ``verbose`` adds paths, ranges, manifests and capabilities; plugins at fault get them anyway.
+    """
+    return "\n".join(_lines(report, painter(color), verbose, kind))
+
+
+def _lines(report: DoctorReport, paint: Paint, verbose: bool, only: str | None) -> Iterator[str]:
     yield f"hardpoint {report.core_version}, {report.num_distributions} distributions scanned"
+    yield from (f"environment: {name}={plain(value)}" for name, value in report.environment.items())
     for kind in report.kinds:
-        if not kind.plugins:
+        if only != kind.kind if only else not kind.plugins:
             continue
-        yield f"{paint(kind.kind, 'title')}  ({kind.cardinality}, in {'+'.join(kind.roles)})"
+        yield f"{paint(kind.kind, 'title')}  ({kind.cardinality}, in {'+'.join(kind.roles)})" + (
+            "" if kind.plugins else ": none installed"
+        )
         for row in kind.plugins:
             branch, stem = ("└─", "   ") if row is kind.plugins[-1] else ("├─", "│  ")
             source = f"{row.plugin.distribution} {row.plugin.version}"
-            yield f"{branch} {row.plugin.name}  {source}  {paint(row.state, row.state)}: {row.reason}"
-            if verbose:
+            reason = "" if row.reason in _PLAIN_REASONS and not verbose else f": {row.reason}"
+            answer = f"  [{row.probe.status}: {plain(row.probe.reason)}]" if row.probe else ""
+            yield f"{branch} {row.plugin.name}  {source}  {paint(row.state, row.state)}{reason}{answer}"
+            yield from (f"{stem} {paint('fault', 'problem')}: {plain(fault)}" for fault in row.faults)
+            if verbose or row.faults:
                 yield from (f"{stem} {detail}" for detail in _details(row))
     for title, texts in (("warning", report.warnings), ("problem", report.problems)):
         yield from (f"{paint(title, title)}: {text}" for text in texts)
-    if verbose and not report.problems:
-        yield "no problems found (only platforms were imported and asked)"
 
 
 def _details(row: PluginReport) -> Iterator[str]:
@@ -43,7 +60,9 @@ def _details(row: PluginReport) -> Iterator[str]:
     yield f"requires {', '.join(plugin.requires) or 'no particular core version'}"
     if not row.has_manifest:
         yield "no manifest: its options are checked only where it loads"
+    if row.required_tasks:
+        yield f"serves the tasks {', '.join(row.required_tasks)}"
+    if row.capabilities:
+        yield f"declares {', '.join(f'{name}={value}' for name, value in sorted(row.capabilities.items()))}"
     if row.options:
         yield f"options set: {', '.join(row.options)}"
-    if row.probe is not None:
-        yield f"probe: {row.probe.status}, {row.probe.reason}"

@@ -1,0 +1,165 @@
+"""What a running server's processes say of their plugins, compared with one another and with this installation."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins.records import Discovery
+from hardpoint.plugins.render import Paint, plain
+from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.server.keys import read_keys
+
+__all__ = ["LiveReport", "Unreachable", "admin_key", "examine_server", "render_live"]
+
+_PATH = "/admin/plugins"
+_TIMEOUT_S = 30.0
+_MAX_BYTES = 64 << 20
+_KEY_VARIABLE, _FILE_VARIABLE = "HARDPOINT_ADMIN_KEY", "HARDPOINT_ADMIN_KEY_FILE"
+_GIVE = f"give an admin key of the server with --admin-key-file FILE or {_KEY_VARIABLE}"
+_QUIET = (PluginState.DISCOVERED, PluginState.ALLOWED)
+
+
+class Unreachable(msgspec.Struct, frozen=True):
+    """An engine that the server could not ask."""
+
+    model: str
+    reason: str
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    processes: tuple[LoadReport, ...]
+    unreachable: tuple[Unreachable, ...] = ()
+
+
+class LiveReport(msgspec.Struct, frozen=True):
+    """``differences`` deserve a look, ``problems`` must be mended. Without an answer only the latter say something."""
+
+    server: str
+    processes: tuple[LoadReport, ...] = ()
+    unreachable: tuple[Unreachable, ...] = ()
+    differences: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def admin_key(path: str | None) -> str:
+    """The first key of the file, else of the environment. Raises ``ConfigError`` when there is none."""
+    given = [] if path else [key for key in os.environ.get(_KEY_VARIABLE, "").split(",") if key]
+    keys = read_keys(given, path or os.environ.get(_FILE_VARIABLE), "--admin-key-file", "an admin key")
+    if not keys:
+        raise ConfigError(_GIVE)
+    return keys[0]
+
+
+def examine_server(url: str, key: str, here: Discovery) -> LiveReport:
+    """Ask the server at ``url``; ``here`` is what is installed in this environment. Raises nothing of its own."""
+    try:
+        answer = _fetch(url, key)
+    except ConfigError as error:
+        return LiveReport(url, problems=(str(error),))
+    failed = [(report, status) for report in answer.processes for status in report.of(PluginState.FAILED)]
+    problems = [f"{_label(status)} failed in {report.process}: {status.reason}" for report, status in failed]
+    problems += [f"engine {engine.model!r} could not be asked: {engine.reason}" for engine in answer.unreachable]
+    return LiveReport(
+        url, answer.processes, answer.unreachable, tuple(_differences(answer.processes, here)), tuple(problems)
+    )
+
+
+def _fetch(url: str, key: str) -> _Answer:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--server {url!r} is not of the form http://HOST:PORT")
+    # Neither redirects nor proxies are followed: the key goes to the named server only.
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = connect(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("GET", parts.path.rstrip("/") + _PATH, headers={"Authorization": f"Bearer {key}"})
+            answer = connection.getresponse()
+            body = answer.read(_MAX_BYTES)
+        finally:
+            connection.close()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        advice = "check that the server runs and that this is the address it printed at its start"
+        raise ConfigError(f"{url} cannot be reached ({type(error).__name__}: {error}); {advice}") from None
+    if answer.status != 200:
+        raise ConfigError(f"{url} answered {answer.status}: {_advice(answer.status, body)}")
+    try:
+        return msgspec.json.decode(body, type=_Answer)
+    except msgspec.DecodeError as error:
+        advice = "check that this is a Hardpoint server of the same version"
+        raise ConfigError(f"{url} did not answer with the status of plugins ({error}); {advice}") from None
+
+
+def _advice(status: int, body: bytes) -> str:
+    if status == 401:
+        return f"it does not know this key; {_GIVE}"
+    if status == 403 and b"host_refused" in body:
+        return "it does not serve under this name; use its own address, or set server.allowed_hosts"
+    if status == 403:
+        return f"an API key is not enough; {_GIVE}"
+    if status == 404:
+        return "it has no admin routes; start it with --endpoints openai,ops,admin and an --admin-key-file"
+    return "its log says why"
+
+
+def _differences(processes: Iterable[LoadReport], here: Discovery) -> Iterator[str]:
+    versions: dict[str, dict[str, list[str]]] = {}
+    for report in processes:
+        versions.setdefault("the core", {}).setdefault(report.core_version, []).append(report.process)
+        for status in report.plugins:
+            versions.setdefault(_label(status), {}).setdefault(status.version, []).append(report.process)
+    for label, found in versions.items():
+        found.pop("", None)  # a refused plugin's
+        if len(found) > 1:
+            yield f"{label}: " + ", ".join(f"{version} in {' and '.join(where)}" for version, where in found.items())
+    local = {f"{p.kind}:{p.name} ({p.distribution})": p.version for p in here.plugins}
+    refused = {f"{r.kind}:{r.name} ({r.distribution})" for r in here.refused}
+    for label in sorted({*versions, *local} - {"the core"} - refused):
+        there = "/".join(versions.get(label, {}))
+        if label not in versions:
+            yield f"{label}: {local[label]} is installed here, but the server does not know it"
+        elif label not in local:
+            yield f"{label}: the server has {there or 'it'}, but it is not installed here"
+        elif there and local[label] != there:
+            yield f"{label}: {there} in the server, {local[label]} is installed here"
+
+
+def _label(status: PluginStatus) -> str:
+    return f"{status.kind}:{status.name} ({status.distribution})"
+
+
+def render_live(report: LiveReport, paint: Paint, verbose: bool, kind: str | None = None) -> Iterator[str]:
+    """A table per process, of one kind if given. Plugins not loaded there are only counted unless ``verbose``."""
+    for process in report.processes:
+        yield paint(f"{process.process}, core {process.core_version}", "title")
+        plugins = [status for status in process.plugins if kind in (None, status.kind)]
+        shown = [status for status in plugins if verbose or status.state not in _QUIET]
+        rows = [
+            (f"{s.kind}:{s.name}", f"{s.distribution} {s.version}".strip(), str(s.state), _seconds(s), plain(s.reason))
+            for s in shown
+        ]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+        for row, status in zip(rows, shown, strict=True):
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            is_odd = any(text.startswith(f"{_label(status)}:") for text in report.differences)
+            cells[1] = paint(cells[1], "warning") if is_odd else cells[1]
+            yield "  ".join([" ", cells[0], cells[1], paint(cells[2], row[2]), cells[3], row[4]]).rstrip()
+        if len(shown) < len(plugins):
+            yield f"   {len(plugins) - len(shown)} more not loaded here (-v shows them)"
+    yield from (f"{paint('difference', 'warning')}: {plain(text)}" for text in report.differences)
+    yield from (f"{paint('problem', 'problem')}: {plain(text)}" for text in report.problems)
+    if not report.problems:
+        yield f"no problems found in {len(report.processes)} processes of {report.server}"
+
+
+def _seconds(status: PluginStatus) -> str:
+    return "" if status.load_seconds is None else f"{1000 * status.load_seconds:.1f} ms"
