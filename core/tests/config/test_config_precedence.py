@@ -45,3 +45,17 @@ def test_sections_beside_engines_are_not_dropped_in_silence(tmp_path: Path) -> N
 def test_switches_are_read_from_the_environment(tmp_path: Path, text: str, expected: bool) -> None:
     config = load(tmp_path, "model: m\n", HARDPOINT_PREFIX_CACHING=text)
     assert config.engines["m"].cache.prefix_caching is expected
+
+
+@pytest.mark.parametrize("setting", ["api_key", "admin_key", "api_key_file", "admin_key_file"])
+def test_a_faulty_key_is_not_repeated(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"server\.{setting}") as caught:
+        load(tmp_path, f"model: m\nserver: {{{setting}: {{hidden: 1234567}}}}\n")
+    assert "1234567" not in str(caught.value)
+
+
+def test_a_setting_in_the_wrong_place_is_pointed_to_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'block_size'; did you mean 'cache\.block_size'"):
+        load(tmp_path, "model: m\nblock_size: 8\n")
+    with pytest.raises(ConfigError, match=r"'cachee' \(did you mean 'cache'\?\)"):
+        load(tmp_path, "model: m\ncachee: {block_size: 8}\n")

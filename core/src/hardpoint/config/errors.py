@@ -19,7 +19,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
 
 
 def from_validation(error: ValidationError, root: type[BaseModel]) -> ConfigError:
-    """All faults of validating ``root`` on one line, without the given values of secrets.
+    """All faults of validating ``root``, which holds engines, on one line, without the given values of secrets.
 
     Settings are named as in a file for one engine: ``cache.block_size``.
     """
@@ -33,7 +33,7 @@ def from_validation(error: ValidationError, root: type[BaseModel]) -> ConfigErro
             hint = _misplaced(root, location) or _nearest(str(location[-1]), _siblings(root, location))
             faults.append(f"unknown setting {path!r}{hint}")
         else:
-            given = "" if "api_key" in path else f" (given: {fault['input']!r})"
+            given = "" if "_key" in path else f" (given: {fault['input']!r})"
             faults.append(f"{path}: {fault['msg']}{given}")
     return ConfigError(f"invalid configuration: {'; '.join(faults)}")
 
@@ -50,12 +50,10 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _misplaced(root: type[BaseModel], location: Sequence[int | str]) -> str:
     """Where a setting at the top of the file belongs, if a section has one of that name."""
-    if len(location) != 1:
-        return ""
-    engine = get_args(root.model_fields[_ENGINES].annotation)[-1] if _ENGINES in root.model_fields else root
-    for section, info in {**engine.model_fields, **root.model_fields}.items():
-        if location[0] in getattr(info.annotation, "model_fields", ()):
-            return f"; did you mean '{section}.{location[0]}'?"
+    if len(location) == 1:
+        for section, info in {**_engine_fields(root), **root.model_fields}.items():
+            if location[0] in getattr(info.annotation, "model_fields", ()):
+                return f"; did you mean '{section}.{location[0]}'?"
     return ""
 
 
@@ -65,7 +63,9 @@ def _siblings(root: type[BaseModel], location: Sequence[int | str]) -> list[str]
     for part in location[:-1]:
         is_model = isinstance(model, type) and issubclass(model, BaseModel)
         model = model.model_fields[part].annotation if is_model else get_args(model)[-1]
-    names = list(model.model_fields)
-    if len(location) == 1 and _ENGINES in names:
-        names += get_args(root.model_fields[_ENGINES].annotation)[-1].model_fields
-    return names
+    return [*model.model_fields, *(_engine_fields(root) if len(location) == 1 else ())]
+
+
+def _engine_fields(root: type[BaseModel]) -> dict[str, Any]:
+    """The sections of one engine, which may stand at the top of a file as well."""
+    return dict(get_args(root.model_fields[_ENGINES].annotation)[-1].model_fields)
