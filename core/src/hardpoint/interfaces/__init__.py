@@ -8,8 +8,8 @@ The lists are packed by hand: one name a line would bury the modules they come f
 from __future__ import annotations
 
 from hardpoint.interfaces.attention import (
-    AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder,
-    AttentionNeed, CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
+    AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder, AttentionNeed,
+    CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
 )
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.cli_command import CliCommand
@@ -26,10 +26,9 @@ from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
-    AttentionSpec, BlockHash, BlockHashWithGroup, DTYPE_BYTES, FullAttentionSpec, HashContext,
-    HashFunction, KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout,
-    KVPlanRequest, KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire,
-    spec_to_wire,
+    AttentionSpec, BlockHash, BlockHashWithGroup, DTYPE_BYTES, FullAttentionSpec, HashContext, HashFunction,
+    KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout, KVPlanRequest,
+    KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire, spec_to_wire,
 )
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOutput, WeightRule
@@ -38,23 +37,20 @@ from hardpoint.interfaces.model_source import (
 )
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import (
-    DECLARATION_ATTRIBUTE, NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory,
-    ProbeResult, ProbeStatus, ProcessRole, declaration_of, plugin,
+    DECLARATION_ATTRIBUTE, NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory, ProbeResult,
+    ProbeStatus, ProcessRole, declaration_of, plugin,
 )
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.request import (
-    AdapterRef, BoolArray, EngineOutput, EngineOutputs, EngineRequest, Feature, FinishReason, Float32Array,
-    Int32Array, OutputKind, SamplingParams, SchedulerStats, TokenLogprobs,
+    AdapterRef, BoolArray, EngineOutput, EngineOutputs, EngineRequest, Feature, FinishReason, Float32Array, Int32Array,
+    OutputKind, SamplingParams, SchedulerStats, TokenLogprobs,
 )
 from hardpoint.interfaces.scheduler import (
     ExternalMatch, PauseMode, RequestView, Scheduler, SchedulerContext, SchedulerExtension, SchedulerLimits,
 )
-from hardpoint.interfaces.stat_logger import (
-    MetricsExporter, RequestFinished, StatLogger, StepObserved, TokensEmitted,
-)
+from hardpoint.interfaces.stat_logger import MetricsExporter, RequestFinished, StatLogger, StepObserved, TokensEmitted
 from hardpoint.interfaces.step import (
-    BlockUpdate, Deferred, GrammarMask, LogprobArrays, NewRow, RowFailure, RunnerOutput, SchedulerOutput,
-    TokenUpdate,
+    BlockUpdate, Deferred, GrammarMask, LogprobArrays, NewRow, RowFailure, RunnerOutput, SchedulerOutput, TokenUpdate,
 )
 from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer, TokenizerProvider
 from hardpoint.interfaces.worker import (
@@ -64,25 +60,24 @@ from hardpoint.interfaces.worker import (
 __all__ = [
     "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
     "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
-    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup",
-    "BlockSizeRule", "BlockUpdate", "BoolArray", "CapturedGraph", "CliCommand", "CommonAttentionMetadata",
-    "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription",
-    "DeviceMap", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs",
-    "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason",
-    "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext",
-    "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool", "KVCacheConfig",
-    "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest",
-    "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape",
-    "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter", "Model",
-    "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow",
-    "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform",
-    "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration", "PluginFactory", "PositionLogprobs",
-    "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics",
-    "RequestOptions", "RequestOutput", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams",
-    "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats",
-    "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
-    "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader",
-    "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
-    "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire",
+    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
+    "BlockUpdate", "BoolArray", "CapturedGraph", "CliCommand", "CommonAttentionMetadata", "Compiler",
+    "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap",
+    "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest",
+    "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array",
+    "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction", "IOProcessor",
+    "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool", "KVCacheConfig", "KVCacheGroup", "KVCacheManager",
+    "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVSpecRegistration", "KVWriteMode", "KernelCase",
+    "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape", "LogicalDevice", "LogitsProcessor", "Logprob",
+    "LogprobArrays", "LoweredRange", "MetricsExporter", "Model", "ModelArtifact", "ModelContext", "ModelInfo",
+    "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode",
+    "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration",
+    "PluginFactory", "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod",
+    "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestView", "RowFailure", "RpcMethod",
+    "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits",
+    "SchedulerOutput", "SchedulerStats", "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved",
+    "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted",
+    "VisibleDevice", "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker",
+    "WorkerConfig", "WorkerContext", "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire",
     "spec_to_wire",
 ]
