@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from hardpoint.config import add_arguments, load_config
 from hardpoint.config.arguments import flag_faults
 from hardpoint.config.plugin_options import add_plugin_flags
 from hardpoint.errors import ConfigError
+from hardpoint.plugins.cli import run_plugins
 from hardpoint.testing.manifest_writer import options_schema
 
 if TYPE_CHECKING:
@@ -183,7 +185,7 @@ class TestCollisions:
             manifest=manifest("stat_logger", name or dist, flagged(flag)),
         )
 
-    def refused(self, *told: str) -> None:
+    def refused(self, capsys: pytest.CaptureFixture[str], *told: str) -> None:
         """By the doctor and by every start."""
         faults = flag_faults()
         assert len(faults) == 1
@@ -191,22 +193,24 @@ class TestCollisions:
         with pytest.raises(ConfigError) as raised:
             load_config(parser().parse_args(["m"]), {})
         assert str(raised.value) == faults[0]
+        assert run_plugins(["doctor", "--json"]) == 1
+        assert faults[0] in json.loads(capsys.readouterr().out)["problems"]
 
     @pytest.mark.parametrize("flag", ["--port", "--plugin", "--help", "--no-prefix-caching"])
-    def test_with_a_flag_of_the_core(self, site: Site, flag: str) -> None:
+    def test_with_a_flag_of_the_core(self, site: Site, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.install(site, "mine", flag)
-        self.refused(f"flag {flag} of stat_logger.mine.key (mine)", "the command itself")
+        self.refused(capsys, f"flag {flag} of stat_logger.mine.key (mine)", "the command itself")
 
-    def test_between_two_plugins(self, site: Site) -> None:
+    def test_between_two_plugins(self, site: Site, capsys: pytest.CaptureFixture[str]) -> None:
         self.install(site, "mine", "--shared")
         self.install(site, "yours", "--shared")
-        self.refused("flag --shared", "stat_logger.mine.key (mine)", "stat_logger.yours.key (yours)")
+        self.refused(capsys, "flag --shared", "stat_logger.mine.key (mine)", "stat_logger.yours.key (yours)")
 
     @pytest.mark.parametrize("flag", ["audit", "-a", "--a=b", "--A", 3, None, ["--a"]])
-    def test_a_flag_that_is_none(self, site: Site, flag: object) -> None:
+    def test_a_flag_that_is_none(self, site: Site, flag: object, capsys: pytest.CaptureFixture[str]) -> None:
         """A manifest written by hand may say anything."""
         self.install(site, "mine", flag)
-        self.refused("stat_logger.mine.key (mine)", "is not of the form --two-words")
+        self.refused(capsys, "stat_logger.mine.key (mine)", "is not of the form --two-words")
 
     def test_two_versions_of_one_plugin_share_their_flag(self, site: Site) -> None:
         """Whichever is pinned: the flag sets the same option."""

@@ -45,6 +45,10 @@ def print_report(
     if arguments.kind is not None:
         kind_spec(arguments.kind)
     report = diagnose(_selection(arguments), probe=probe, probe_workers=probe_workers)
+    if probe:
+        from hardpoint.config.arguments import flag_faults  # needs what reads settings, and a list does without
+
+        report = msgspec.structs.replace(report, problems=(*report.problems, *flag_faults()))
     if arguments.json:
         shown = tuple(kind for kind in report.kinds if arguments.kind in (None, kind.kind))
         print(msgspec.structs.replace(report, kinds=shown).to_json())
