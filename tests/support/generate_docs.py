@@ -155,7 +155,8 @@ the other commands log from WARNING on, unless the flag or the variable says oth
 _PLUGIN_OPTIONS = """
 ## `plugins`
 
-Each plugin's own options, under `plugins.<kind>.<name>` in a file or as `--plugin kind.name.key=value`:
+Each plugin's own options, under `plugins.<kind>.<name>` in a file, as `--plugin kind.name.key=value`, or as
+`HARDPOINT_PLUGIN__KIND__NAME__KEY=value` in the environment:
 
 ```yaml
 model: smollm2
@@ -266,9 +267,10 @@ def plugin_options() -> str:
 
 
 _OPTIONS_TEXT = """
-Set them with `--plugin kind.name.key=value`, or in a file under `plugins.<kind>.<name>`; lists and mappings are written
-as in YAML: `--plugin 'endpoint.openai.template_arguments=[enable_thinking]'`. Plugins that are not listed here have no
-options. What holds for the whole engine or server is a [setting](configuration.md) instead.
+Set them with `--plugin kind.name.key=value`, as `HARDPOINT_PLUGIN__KIND__NAME__KEY=value`, or in a file under
+`plugins.<kind>.<name>`; lists and mappings are written as in YAML:
+`--plugin 'endpoint.openai.template_arguments=[enable_thinking]'`. `hardpoint serve --help=plugins` lists them too.
+Plugins that are not listed here have no options. What holds for the whole engine or server is a [setting](configuration.md) instead.
 """
 
 PAGES: Mapping[str, Callable[[], str]] = {
