@@ -270,7 +270,8 @@ _OPTIONS_TEXT = """
 Set them with `--plugin kind.name.key=value`, as `HARDPOINT_PLUGIN__KIND__NAME__KEY=value`, or in a file under
 `plugins.<kind>.<name>`; lists and mappings are written as in YAML:
 `--plugin 'endpoint.openai.template_arguments=[enable_thinking]'`. `hardpoint serve --help=plugins` lists them too.
-Plugins that are not listed here have no options. What holds for the whole engine or server is a [setting](configuration.md) instead.
+Plugins that are not listed here have no options. What holds for the whole engine or server is a
+[setting](configuration.md) instead.
 """
 
 PAGES: Mapping[str, Callable[[], str]] = {
