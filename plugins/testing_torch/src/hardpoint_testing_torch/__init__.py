@@ -13,11 +13,13 @@ from hardpoint_testing_torch.installed import installed_factory, installed_loade
 from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
 from hardpoint_testing_torch.logits_processor_suite import LogitsProcessorSuite
+from hardpoint_testing_torch.model_suite import ModelSuite
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model, model_info
+from hardpoint_testing_torch.tiny_models import ModelCheckpoint, TinyModel, make_tiny_model, model_info
 
 __all__ = [
     "AttentionBackendSuite",
@@ -28,6 +30,8 @@ __all__ = [
     "LinearBench",
     "LocalDriver",
     "LogitsProcessorSuite",
+    "ModelCheckpoint",
+    "ModelSuite",
     "ParityHarness",
     "PlainAttention",
     "PlainAttentionBackend",

@@ -17,7 +17,7 @@ from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.model_source import WeightLoader
 from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory, build_model, worker_config
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader
-from hardpoint_testing_torch.tiny_models import TinyModel
+from hardpoint_testing_torch.tiny_models import ModelCheckpoint
 
 __all__ = ["MAX_RELATIVE_ERROR", "ParityHarness", "check_parity", "relative_error"]
 
@@ -38,7 +38,7 @@ class ParityHarness:
 
     def __init__(
         self,
-        tiny: TinyModel,
+        tiny: ModelCheckpoint,
         factory: ModelFactory,
         backend: AttentionBackend,
         *,
@@ -120,7 +120,7 @@ class ParityHarness:
 
 
 def check_parity(
-    tiny: TinyModel,
+    tiny: ModelCheckpoint,
     factory: ModelFactory,
     backend: AttentionBackend,
     *,

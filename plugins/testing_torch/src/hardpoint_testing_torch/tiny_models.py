@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 
-__all__ = ["TINY_SIZES", "TinyModel", "make_tiny_model", "model_info"]
+__all__ = ["TINY_SIZES", "ModelCheckpoint", "TinyModel", "make_tiny_model", "model_info"]
 
 TINY_SIZES: Mapping[str, Any] = {
     "hidden_size": 48,
@@ -25,6 +25,19 @@ TINY_SIZES: Mapping[str, Any] = {
     "vocab_size": 160,
     "max_position_embeddings": 256,
 }
+
+
+class ModelCheckpoint(Protocol):
+    """Weights with somebody who knows what they compute: Hugging Face, or an author's own few lines."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the checkpoint stores, by name."""
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary] of one sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,43 @@
+"""Every architecture, as it is installed, passes the conformance suite of its kind; odd members of the family too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hardpoint_testing_torch import ModelSuite
+
+
+class TestLlama(ModelSuite):
+    plugin: ClassVar[str | None] = "LlamaForCausalLM"
+
+
+class TestTiedLlamaWithOddHeads(ModelSuite):
+    plugin: ClassVar[str | None] = "LlamaForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+
+
+class TestMistral(ModelSuite):
+    plugin: ClassVar[str | None] = "MistralForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {"sliding_window": 7}
+
+
+class TestQwen2(ModelSuite):
+    plugin: ClassVar[str | None] = "Qwen2ForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    }
+
+
+class TestQwen3(ModelSuite):
+    plugin: ClassVar[str | None] = "Qwen3ForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {"head_dim": 16}
