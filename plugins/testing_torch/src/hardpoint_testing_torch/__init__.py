@@ -18,7 +18,6 @@ from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
-from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model, model_info
 from hardpoint_testing_torch.tiny_models import ModelCheckpoint, TinyModel, make_tiny_model, model_info
 
 __all__ = [
