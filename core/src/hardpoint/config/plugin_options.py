@@ -144,23 +144,16 @@ class PluginHelp(argparse.Action):
     """``--help=plugins``: prints the options of every installed plugin, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        plugins = sorted(_described(), key=lambda plugin: plugin.label)
-        for plugin in plugins:
+        for plugin in sorted(_described(), key=lambda plugin: (not plugin.options, plugin.label)):
             rows = [_facts(key, schema) for key, schema in (plugin.options or {}).items()]
-            widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-            lines = [
-                "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows
-            ]
-            if rows:
-                print(plugin.label, *(f"  {line.rstrip()}" for line in lines), "", sep="\n")
-        print("Set one as --plugin kind.name.option=value or by its flag, under plugins in a file, or as")
-        print(f"{_PREFIX}KIND__NAME__OPTION in the environment.")
-        for title, shown in (
-            ("No options", [plugin.label for plugin in plugins if plugin.options == {}]),
-            ("No manifest, so options are known only where they load", [p.label for p in plugins if p.options is None]),
-        ):
-            if shown:
-                print(f"\n{title}: {', '.join(shown)}")
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            note = ": no options" if plugin.options == {} else ""
+            note = ": no manifest, so its options are known only where it loads" if plugin.options is None else note
+            print(plugin.label + note)
+            for row in rows:
+                print(f"  {'  '.join(map(str.ljust, row, widths)).rstrip()}")
+        print(f"\nSet one by its flag, as --plugin kind.name.option=value, as {_PREFIX}KIND__NAME__OPTION=value in the")
+        print("environment, or under plugins in a file.")
         parser.exit()
 
 
