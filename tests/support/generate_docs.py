@@ -143,7 +143,7 @@ and values out of range stop the start, with one message that lists them all.
 
 Values: a *count* may be written `8k` or `2m` (thousands, millions); a *size* `512MiB`, `4GB` or plain bytes; a
 *list* is a YAML list, a repeated flag, or a comma-separated environment variable (the flags `--endpoints` and
-`--allowed-hosts` take commas too, `--api-key` does not); a *switch* in the environment is one of 1, true, yes, on, 0,
+`--allowed-hosts` take commas too, those of keys do not); a *switch* in the environment is one of 1, true, yes, on, 0,
 false, no, off. "–" is unset. Where it says that the platform decides, the start of the log tells what was decided.
 """
 
