@@ -15,10 +15,14 @@ from hardpoint.testing.stat_logger_suite import StatLoggerSuite
 class TestJsonLines(StatLoggerSuite):
     plugin = "json_lines"
 
+
+class TestWithFile(StatLoggerSuite):
     @pytest.fixture(autouse=True)
-    def _somewhere_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The default file is relative to the working folder."""
-        monkeypatch.chdir(tmp_path)
+    def _file(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "stats.jsonl"
+
+    def create_logger(self) -> StatLogger:
+        return JsonLines(Options(path=self.path), logging.getLogger("hardpoint.test"))
 
 
 class TestWithoutRoom(StatLoggerSuite):

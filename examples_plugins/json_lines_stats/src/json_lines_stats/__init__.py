@@ -25,11 +25,13 @@ from hardpoint.interfaces import (
 
 
 class Options(BaseModel):
-    """Options under ``plugins.stat_logger.json_lines``."""
+    """Options under ``plugins.stat_logger.json_lines``. Without a file nothing is written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Path = Field(default=Path("hardpoint-stats.jsonl"), description="file that objects are appended to")
+    path: Path | None = Field(
+        default=None, description="file that objects are appended to", json_schema_extra={"flag": "--stats-file"}
+    )
     max_samples: int = Field(default=2_000, ge=1, description="latencies kept per interval and model")
 
 
@@ -69,14 +71,15 @@ class JsonLines(StatLogger):
     def flush(self) -> None:
         windows, self._windows = self._windows, {}
         lines = [json.dumps(self._line(model, window)) for model, window in windows.items()]
-        if not lines:
+        path = self._options.path
+        if path is None or not lines:
             return
         try:
-            with self._options.path.open("a", encoding="utf-8") as stream:
+            with path.open("a", encoding="utf-8") as stream:
                 stream.write("\n".join(lines) + "\n")
         except OSError as error:
             # A full disk costs statistics, never requests: the logger goes on and says so once per interval.
-            self._logger.warning("%s: %d lines are lost: %s", self._options.path, len(lines), error.strerror)
+            self._logger.warning("%s: %d lines are lost: %s", path, len(lines), error.strerror)
 
     def _window(self, model: str) -> Window:
         return self._windows.setdefault(model, Window())
