@@ -8,8 +8,11 @@ from hardpoint_testing_torch.attention_problems import (
     run_backend,
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
+from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
+from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
+from hardpoint_testing_torch.kernel_problems import KernelProblem, kernel_problems
 from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
 from hardpoint_testing_torch.logits_processor_suite import LogitsProcessorSuite
@@ -24,8 +27,11 @@ __all__ = [
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
+    "CustomOpSuite",
     "FakeGraph",
     "FakeGraphBackend",
+    "KernelOverrideSuite",
+    "KernelProblem",
     "LinearBench",
     "LocalDriver",
     "LogitsProcessorSuite",
@@ -44,6 +50,7 @@ __all__ = [
     "dense_attention",
     "installed_factory",
     "installed_loader",
+    "kernel_problems",
     "make_problem",
     "make_tiny_model",
     "model_info",
