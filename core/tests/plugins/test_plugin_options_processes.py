@@ -176,3 +176,23 @@ def test_what_a_child_would_convert_may_be_given_as_text() -> None:
     plan = planned({"hooks": {"keeper": {"every": "8", "ratio": "0.25", "limits": {"low": 3.0}}}})
     assert plan.find("hooks", "keeper").options == {"every": "8", "ratio": "0.25", "limits": {"low": 3.0}}
     assert "keeper_pkg.plugin" not in sys.modules
+
+
+def test_a_required_option_is_missed_in_the_launcher(site: Site) -> None:
+    """Also when nothing at all is set for a plugin that was named."""
+    source = PLUGIN.replace("note: str | None = None", "must: str")
+    site.install("dist-needy", {"hash:needy": "needy_pkg.plugin:create"}, modules={"needy_pkg.plugin": source})
+    site.write_module("needy_pkg.plugin", source.replace('"hooks"', '"hash"'))
+    for path, text in manifests_of("dist-needy").items():
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"plugins\.hash\.needy\.must: Field required"):
+        build_plan(discover(), PluginSelection(choices={"hash": "needy"}))
+    build_plan(discover(), PluginSelection(choices={"hash": "needy"}, options={"hash": {"needy": {"must": "x"}}}))
+    build_plan(discover(), PluginSelection())
+
+
+def test_a_damaged_manifest_of_a_named_plugin_is_one_problem(keeper: Site) -> None:
+    (keeper.root / "keeper_pkg" / "hardpoint.json").write_text("{")
+    selection = PluginSelection(options={"hooks": {"keeper": {"every": 2}}}, choices={"hooks": "keeper"})
+    _, problems = resolve_plan(discover(), selection)
+    assert [str(problem) for problem in problems if "keeper_pkg" in str(problem)] == [str(problems[0])]

@@ -60,7 +60,7 @@ def unknown_options(kind: str, name: str, given: Iterable[str], known: Iterable[
 def _option_faults(plugin: DiscoveredPlugin, manifest: PluginManifest, given: dict[str, Any]) -> list[str]:
     """What is certain to be refused where the plugin loads."""
     known = manifest.options_object
-    if manifest.options is None or known.get(UNCHECKED):
+    if manifest.options is None or known.get(UNCHECKED) or not (given or known.get("required")):
         return []
     from hardpoint.plugins.schema import schema_faults  # brings pydantic along, which lists and reports do without
 
@@ -178,7 +178,7 @@ class _Draft:
                 reason=reason,
                 active=named or spec.cardinality is Cardinality.MANY,
                 automatic=allowed,
-                options=self._options(plugin),
+                options=self._options(plugin, named),
             )
         )
 
@@ -192,7 +192,7 @@ class _Draft:
             return f"not on the list {ALLOW_VARIABLE}"
         return ""
 
-    def _options(self, plugin: DiscoveredPlugin) -> dict[str, Any]:
+    def _options(self, plugin: DiscoveredPlugin, named: bool) -> dict[str, Any]:
         given = self.selection.options.get(plugin.kind, {}).get(plugin.name, {})
         try:
             # The launcher keeps what a child will decode, so every process sees equal options.
@@ -200,7 +200,8 @@ class _Draft:
         except (TypeError, OverflowError) as error:
             self.problems.append(ConfigError(f"plugins.{plugin.kind}.{plugin.name} is not plain data: {error}"))
             return {}
-        manifest = self._manifest(plugin) if given else None
+        # A named plugin is going to load, so what it requires must be there even when no option is given at all.
+        manifest = self._manifest(plugin) if given or named else None
         if manifest is not None:
             self.problems += map(ConfigError, _option_faults(plugin, manifest, plain))
         return plain
@@ -209,7 +210,8 @@ class _Draft:
         try:
             return load_manifest(plugin)
         except HardpointError as error:
-            self.problems.append(error)
+            if str(error) not in map(str, self.problems):
+                self.problems.append(error)
             return None
 
     def choose(self, spec: KindSpec) -> None:
