@@ -104,7 +104,7 @@ def test_another_installation_here_is_told(server: ServerProcess) -> None:
     """Without the plugin's folder on its path, the command's own environment differs from the server's."""
     status, text = doctor(server)
     assert status == 0
-    assert "difference: hooks:fragile (fragile): the server has 1.0, but it is not installed here" in text
+    assert "difference: hooks:fragile (fragile): 1.0 in the server, not installed here" in text
 
 
 def test_the_prefix_cache_is_reset_by_admins(server: ServerProcess) -> None:

@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ask_server(arguments: argparse.Namespace) -> int:
     from hardpoint.plugins.discovery import discover
-    from hardpoint.plugins.live import admin_key, examine_server, render_live
     from hardpoint.plugins.render import painter
+    from hardpoint.testing.server_doctor import admin_key, examine_server, render_live
 
     report = examine_server(arguments.server, admin_key(arguments.admin_key_file), discover())
     lines = render_live(report, painter(wants_color()), arguments.verbose, arguments.kind)

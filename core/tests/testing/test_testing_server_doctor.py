@@ -15,9 +15,9 @@ import pytest
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Discovery, LoadReport, PluginState, PluginStatus
 from hardpoint.plugins.cli import run_plugins
-from hardpoint.plugins.live import LiveReport, admin_key, examine_server, render_live
 from hardpoint.plugins.records import DiscoveredPlugin, RefusedPlugin
 from hardpoint.plugins.render import painter
+from hardpoint.testing.server_doctor import LiveReport, admin_key, examine_server, render_live
 
 KEY = "admin-key-one"
 
@@ -98,7 +98,7 @@ def test_processes_are_shown_as_tables(listener: Listener) -> None:
     assert lines[1].split() == ["hooks:audit", "dist-audit", "1.0", "created", "12.5", "ms"]
     assert "refused" in lines[2]
     assert "HARDPOINT_PLUGINS" in lines[2]
-    assert lines[3] == "   1 more not loaded here (-v shows them)"
+    assert lines[3] == "  1 more not loaded here (-v shows them)"
     assert lines[-1] == f"no problems found in 2 processes of {listener.url}"
     assert "tokenizer:mine" in text(found, verbose=True)
     assert "hooks:audit" not in text(found, kind="tokenizer", verbose=True)
@@ -119,9 +119,9 @@ def test_failures_and_lost_engines_are_problems(listener: Listener) -> None:
     )
     found = examine_server(listener.url, KEY, SAME)
     assert found.problems[0].startswith("hooks:audit (dist-audit) failed in process 2 (engine): ValueError: disk")
-    assert found.problems[1] == "engine 'm' could not be asked: it is starting"
+    assert found.problems[1] == "engine 'm' cannot be asked: it is starting"
     assert "\x1b" not in text(found)
-    assert "problem: engine 'm' could not be asked" in text(found)
+    assert "problem: engine 'm' cannot be asked" in text(found)
 
 
 def test_differences_between_processes_are_found(listener: Listener) -> None:
@@ -142,9 +142,9 @@ def test_differences_from_this_installation_are_found_and_no_problem(listener: L
     found = examine_server(listener.url, KEY, here(("hooks", "audit", "1.1"), ("hash", "new", "3.0")))
     assert set(found.differences) == {
         "hooks:audit (dist-audit): 1.0 in the server, 1.1 is installed here",
-        "hash:new (dist-new): 3.0 is installed here, but the server does not know it",
-        "hooks:no (dist-no): the server has it, but it is not installed here",
-        "tokenizer:mine (dist-mine): the server has 1.0, but it is not installed here",
+        "hash:new (dist-new): unknown in the server, 3.0 is installed here",
+        "hooks:no (dist-no): known in the server, not installed here",
+        "tokenizer:mine (dist-mine): 1.0 in the server, not installed here",
     }
     assert found.problems == ()
 
@@ -172,7 +172,7 @@ def test_every_refusal_says_what_to_do(listener: Listener, code: int, body: byte
     assert len(listener.asked) == 1
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://", "//host", "unix:/x"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://", "//host", "unix:/x", "http://["])
 def test_an_address_of_another_form_is_refused(url: str) -> None:
     assert "is not of the form http://HOST:PORT" in examine_server(url, KEY, SAME).problems[0]
 
@@ -224,7 +224,7 @@ def test_the_command_judges_by_exit_status(
     assert doctor("--json") == 0
     assert capsys.readouterr().out == first, "the same answer gives the same text"
     decoded = json.loads(first)
-    assert list(decoded) == ["server", "processes", "unreachable", "differences", "problems"]
+    assert list(decoded) == ["processes", "unreachable", "server", "differences", "problems"]
     assert decoded["processes"][0]["plugins"][0]["state"] == "created"
     listener.status = 403
     assert doctor() == 1

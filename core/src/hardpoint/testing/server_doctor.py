@@ -1,10 +1,13 @@
-"""What a running server's processes say of their plugins, compared with one another and with this installation."""
+"""What a running server's processes say of their plugins, compared with one another and with this installation.
+
+Behind ``hardpoint plugins doctor --server``, and imported by nothing else.
+"""
 
 from __future__ import annotations
 
 import http.client
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,34 +18,31 @@ from hardpoint.plugins.render import Paint, plain
 from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
 from hardpoint.server.keys import read_keys
 
-__all__ = ["LiveReport", "Unreachable", "admin_key", "examine_server", "render_live"]
+__all__ = ["LiveReport", "admin_key", "examine_server", "render_live"]
 
 _PATH = "/admin/plugins"
 _TIMEOUT_S = 30.0
 _MAX_BYTES = 64 << 20
 _KEY_VARIABLE, _FILE_VARIABLE = "HARDPOINT_ADMIN_KEY", "HARDPOINT_ADMIN_KEY_FILE"
 _GIVE = f"give an admin key of the server with --admin-key-file FILE or {_KEY_VARIABLE}"
+_ADVICE: Mapping[int | str, str] = {
+    401: f"it does not know this key; {_GIVE}",
+    403: f"an API key is not enough; {_GIVE}",
+    404: "it has no admin routes; start it with --endpoints openai,ops,admin and an --admin-key-file",
+    "host_refused": "it does not serve under this name; use its own address, or set server.allowed_hosts",
+}
 _QUIET = (PluginState.DISCOVERED, PluginState.ALLOWED)
 
 
-class Unreachable(msgspec.Struct, frozen=True):
-    """An engine that the server could not ask."""
-
-    model: str
-    reason: str
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    processes: tuple[LoadReport, ...]
-    unreachable: tuple[Unreachable, ...] = ()
-
-
 class LiveReport(msgspec.Struct, frozen=True):
-    """``differences`` deserve a look, ``problems`` must be mended. Without an answer only the latter say something."""
+    """``differences`` deserve a look, ``problems`` must be mended. Without an answer only the latter say something.
 
-    server: str
-    processes: tuple[LoadReport, ...] = ()
-    unreachable: tuple[Unreachable, ...] = ()
+    ``unreachable`` are engines that the server could not ask, as ``model`` and ``reason``.
+    """
+
+    processes: tuple[LoadReport, ...]
+    unreachable: tuple[dict[str, str], ...] = ()
+    server: str = ""
     differences: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -64,17 +64,19 @@ def examine_server(url: str, key: str, here: Discovery) -> LiveReport:
     try:
         answer = _fetch(url, key)
     except ConfigError as error:
-        return LiveReport(url, problems=(str(error),))
+        return LiveReport((), server=url, problems=(str(error),))
     failed = [(report, status) for report in answer.processes for status in report.of(PluginState.FAILED)]
     problems = [f"{_label(status)} failed in {report.process}: {status.reason}" for report, status in failed]
-    problems += [f"engine {engine.model!r} could not be asked: {engine.reason}" for engine in answer.unreachable]
-    return LiveReport(
-        url, answer.processes, answer.unreachable, tuple(_differences(answer.processes, here)), tuple(problems)
-    )
+    problems += [f"engine {gone.get('model')!r} cannot be asked: {gone.get('reason')}" for gone in answer.unreachable]
+    differences = tuple(_differences(answer.processes, here))
+    return LiveReport(answer.processes, answer.unreachable, url, differences, tuple(problems))
 
 
-def _fetch(url: str, key: str) -> _Answer:
-    parts = urlsplit(url)
+def _fetch(url: str, key: str) -> LiveReport:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--server {url!r} is not of the form http://HOST:PORT")
     # Neither redirects nor proxies are followed: the key goes to the named server only.
@@ -91,24 +93,13 @@ def _fetch(url: str, key: str) -> _Answer:
         advice = "check that the server runs and that this is the address it printed at its start"
         raise ConfigError(f"{url} cannot be reached ({type(error).__name__}: {error}); {advice}") from None
     if answer.status != 200:
-        raise ConfigError(f"{url} answered {answer.status}: {_advice(answer.status, body)}")
+        refused = "host_refused" if b"host_refused" in body else answer.status
+        raise ConfigError(f"{url} answered {answer.status}: {_ADVICE.get(refused, 'its log says why')}")
     try:
-        return msgspec.json.decode(body, type=_Answer)
+        return msgspec.json.decode(body, type=LiveReport)
     except msgspec.DecodeError as error:
         advice = "check that this is a Hardpoint server of the same version"
         raise ConfigError(f"{url} did not answer with the status of plugins ({error}); {advice}") from None
-
-
-def _advice(status: int, body: bytes) -> str:
-    if status == 401:
-        return f"it does not know this key; {_GIVE}"
-    if status == 403 and b"host_refused" in body:
-        return "it does not serve under this name; use its own address, or set server.allowed_hosts"
-    if status == 403:
-        return f"an API key is not enough; {_GIVE}"
-    if status == 404:
-        return "it has no admin routes; start it with --endpoints openai,ops,admin and an --admin-key-file"
-    return "its log says why"
 
 
 def _differences(processes: Iterable[LoadReport], here: Discovery) -> Iterator[str]:
@@ -124,13 +115,10 @@ def _differences(processes: Iterable[LoadReport], here: Discovery) -> Iterator[s
     local = {f"{p.kind}:{p.name} ({p.distribution})": p.version for p in here.plugins}
     refused = {f"{r.kind}:{r.name} ({r.distribution})" for r in here.refused}
     for label in sorted({*versions, *local} - {"the core"} - refused):
-        there = "/".join(versions.get(label, {}))
-        if label not in versions:
-            yield f"{label}: {local[label]} is installed here, but the server does not know it"
-        elif label not in local:
-            yield f"{label}: the server has {there or 'it'}, but it is not installed here"
-        elif there and local[label] != there:
-            yield f"{label}: {there} in the server, {local[label]} is installed here"
+        there, known = "/".join(versions.get(label, ())), label in versions
+        if not known or label not in local or (there and there != local[label]):
+            mine = f"{local[label]} is installed here" if label in local else "not installed here"
+            yield f"{label}: {there or ('known' if known else 'unknown')} in the server, {mine}"
 
 
 def _label(status: PluginStatus) -> str:
@@ -140,26 +128,25 @@ def _label(status: PluginStatus) -> str:
 def render_live(report: LiveReport, paint: Paint, verbose: bool, kind: str | None = None) -> Iterator[str]:
     """A table per process, of one kind if given. Plugins not loaded there are only counted unless ``verbose``."""
     for process in report.processes:
-        yield paint(f"{process.process}, core {process.core_version}", "title")
+        yield paint(plain(f"{process.process}, core {process.core_version}"), "title")
         plugins = [status for status in process.plugins if kind in (None, status.kind)]
         shown = [status for status in plugins if verbose or status.state not in _QUIET]
-        rows = [
-            (f"{s.kind}:{s.name}", f"{s.distribution} {s.version}".strip(), str(s.state), _seconds(s), plain(s.reason))
-            for s in shown
-        ]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+        rows = [tuple(map(plain, _cells(status))) for status in shown]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row, status in zip(rows, shown, strict=True):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            is_odd = any(text.startswith(f"{_label(status)}:") for text in report.differences)
-            cells[1] = paint(cells[1], "warning") if is_odd else cells[1]
-            yield "  ".join([" ", cells[0], cells[1], paint(cells[2], row[2]), cells[3], row[4]]).rstrip()
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            if any(text.startswith(f"{_label(status)}:") for text in report.differences):
+                cells[1] = paint(cells[1], "warning")
+            cells[2] = paint(cells[2], row[2])
+            yield "  ".join(["", *cells, plain(status.reason)]).rstrip()
         if len(shown) < len(plugins):
-            yield f"   {len(plugins) - len(shown)} more not loaded here (-v shows them)"
+            yield f"  {len(plugins) - len(shown)} more not loaded here (-v shows them)"
     yield from (f"{paint('difference', 'warning')}: {plain(text)}" for text in report.differences)
     yield from (f"{paint('problem', 'problem')}: {plain(text)}" for text in report.problems)
     if not report.problems:
         yield f"no problems found in {len(report.processes)} processes of {report.server}"
 
 
-def _seconds(status: PluginStatus) -> str:
-    return "" if status.load_seconds is None else f"{1000 * status.load_seconds:.1f} ms"
+def _cells(status: PluginStatus) -> tuple[str, str, str, str]:
+    time = "" if status.load_seconds is None else f"{1000 * status.load_seconds:.1f} ms"
+    return f"{status.kind}:{status.name}", f"{status.distribution} {status.version}".strip(), str(status.state), time
