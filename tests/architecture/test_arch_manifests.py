@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import zipfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from generate_docs import options_models
+from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.manifest import MANIFEST_FILE
 from hardpoint.plugins.schema import schema_faults
-from hardpoint.testing.manifest_writer import manifests_of
-from workspace import Distribution, plugin_distributions
+from hardpoint.testing.manifest_writer import manifest_text, manifests_of
+from workspace import ROOT, Distribution, plugin_distributions, read_toml
 
 WITH_PLUGINS = [dist for dist in plugin_distributions() if set(dist.entry_points) - {"hardpoint.conformance.v1"}]
 
@@ -31,6 +34,27 @@ def test_the_manifest_is_in_step_with_the_code(dist: Distribution) -> None:
     advice = f"run `hardpoint plugins manifest {dist.name}`"
     assert path.is_file(), f"{path} is missing; {advice}"
     assert path.read_text(encoding="utf-8") == text, f"{path} is stale; {advice}"
+
+
+EXAMPLES = sorted((ROOT / "examples_plugins").glob(f"*/src/*/{MANIFEST_FILE}"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_the_manifests_of_examples_are_in_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from their sources, since they are not installed by default."""
+    folder = path.parents[2]
+    monkeypatch.syspath_prepend(str(folder / "src"))
+    declared = {}
+    for group, names in read_toml(folder / "pyproject.toml")["project"]["entry-points"].items():
+        kind = group.removeprefix("hardpoint.").partition(".")[0]
+        for name, target in names.items() if kind != "conformance" else ():
+            module, _, attribute = target.partition(":")
+            declared[kind, name] = declaration_of(attrgetter(attribute)(importlib.import_module(module)))
+    told = {key: declaration for key, declaration in declared.items() if declaration is not None}
+    assert told.keys() == declared.keys()
+    assert path.read_text(encoding="utf-8") == manifest_text(told), (
+        f"run `hardpoint plugins manifest` for {folder.name}"
+    )
 
 
 def test_no_manifest_lies_where_nothing_keeps_it_in_step() -> None:

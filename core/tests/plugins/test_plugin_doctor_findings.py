@@ -104,6 +104,7 @@ def test_the_environment_in_force_is_shown_without_its_secrets(site: Site, monke
     monkeypatch.setenv("HARDPOINT_PLUGINS", "")
     monkeypatch.setenv("HARDPOINT_API_KEY", "very-secret")
     monkeypatch.setenv("HARDPOINT_ADMIN_KEY", "very-secret")
+    monkeypatch.setenv("HARDPOINT_PLUGIN__HASH__H__TOKEN", "very-secret")
     monkeypatch.setenv("HARDPOINT_ENDPOINTS", "a\x1b[31m")
     report = examine(site)
     text = text_of(report)

@@ -123,7 +123,8 @@ def diagnose(
 
 
 def _shown(variable: str) -> str:
-    return "(set, not shown)" if variable.endswith("_KEY") else os.environ[variable]
+    secret = variable.endswith("_KEY") or variable.startswith("HARDPOINT_PLUGIN__")  # whose options may be secrets
+    return "(set, not shown)" if secret else os.environ[variable]
 
 
 def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> Probes:
