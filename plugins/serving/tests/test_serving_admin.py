@@ -81,7 +81,7 @@ class Dying(FakeEngineClient):
 
 @pytest.mark.parametrize(
     ("client", "reason"),
-    [(Silent(), "it did not answer within 0.05 s"), (Dying(), "it failed to answer: EngineDeadError")],
+    [(Silent(), "it did not answer within 0.05 s"), (Dying(), "it failed to answer: the engine process was killed")],
     ids=["silent", "dying"],
 )
 async def test_an_engine_in_trouble_holds_nobody_up(client: FakeEngineClient, reason: str) -> None:

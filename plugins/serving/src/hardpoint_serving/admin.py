@@ -80,7 +80,7 @@ class AdminEndpoint(Endpoint):
         except TimeoutError:
             return _Unreachable(name, f"it did not answer within {self._timeout_s:g} s")
         except HardpointError as error:
-            return _Unreachable(name, f"it failed to answer: {type(error).__name__}")
+            return _Unreachable(name, f"it failed to answer: {error}")
 
     async def reset_prefix_cache(self) -> Response:
         """By model, whether its cache was dropped; False where running requests hold blocks."""
