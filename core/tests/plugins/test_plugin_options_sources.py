@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import subprocess
 import sys
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 MODULE = "raise RuntimeError('imported')\n"
 
 
+class Level(enum.StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
 class AuditOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -34,6 +40,8 @@ class AuditOptions(BaseModel):
     verbose: bool = Field(default=False, description="write more", json_schema_extra={"flag": "--audit-verbose"})
     tags: tuple[str, ...] = Field(default=("a",), description="words to add")
     label: str | None = Field(default=None, description="a title")
+    level: Level | None = Field(default=None, description="a word that YAML knows")
+    base: Level = Field(default=Level.ON, description="another")
 
 
 def manifest(kind: str, name: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -132,6 +140,8 @@ class TestSources:
         assert options(tmp_path=tmp_path, **{f"{VARIABLE}TAGS": "[x, y]"}) == {"tags": ["x", "y"]}
         assert options(tmp_path=tmp_path, **{f"{VARIABLE}LABEL": "null"}) == {"label": None}
         assert options(tmp_path=tmp_path, **{f"{VARIABLE}LABEL": "7"}) == {"label": "7"}
+        words = {f"{VARIABLE}LEVEL": "on", f"{VARIABLE}BASE": "off"}
+        assert options(tmp_path=tmp_path, **words) == {"level": "on", "base": "off"}
         with pytest.raises(ConfigError, match=f"{VARIABLE}TAGS: the value cannot be read"):
             options(tmp_path=tmp_path, **{f"{VARIABLE}TAGS": "[x"})
 
@@ -262,12 +272,14 @@ def test_help_of_plugins_lists_options_and_imports_none(audit: Site) -> None:
     assert status == 0, text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     at = lines.index("stat_logger.audit-log.v2 (dist-audit)")
-    assert lines[at + 1 : at + 6] == [
+    assert lines[at + 1 : at + 8] == [
         'file (--audit-file) text default "audit.log" where to write',
         "every (--audit-every) integer ≥ 1 default 1 of how many, 100%",
         "verbose (--audit-verbose) switch default false write more",
         'tags list of text default ["a"] words to add',
         "label text default null a title",
+        "level on | off default null a word that YAML knows",
+        'base on | off default "on" another',
     ]
     assert "stat_logger.bare (dist-b): no manifest, so its options are known only where it loads" in lines
     assert "stat_logger.plain (dist-e): no options" in lines

@@ -42,7 +42,8 @@ class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _resolved(self, part: dict[str, Any]) -> dict[str, Any]:
         named = (self.options or {}).get("$defs", {}).get(str(part.get("$ref")).rpartition("/")[2], {})
-        return {**named, **part}
+        choices = {"anyOf": [self._resolved(choice) for choice in part["anyOf"]]} if "anyOf" in part else {}
+        return {**named, **part, **choices}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
