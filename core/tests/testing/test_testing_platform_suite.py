@@ -141,6 +141,10 @@ class SameBackendTwice(FakePlatform):
         return ("flash", "flash")
 
 
+class OneKernelAsText(FakePlatform):
+    kernel_candidates: ClassVar[Mapping[str, Sequence[str]]] = {"linear": "acme"}
+
+
 class AlienDescription(FakePlatform):
     def describe(self, device: LogicalDevice) -> DeviceDescription:
         return DeviceDescription(device_type="npu", name="alien")
@@ -238,6 +242,7 @@ MUTANTS: list[tuple[type[Platform], str]] = [
     (EditsTheEnvironment, "test_the_thread_plan_is_sane"),
     (OneBackendAsText, "test_attention_candidates_are_names"),
     (SameBackendTwice, "test_attention_candidates_are_names"),
+    (OneKernelAsText, "test_kernel_candidates_are_names_by_seam"),
     (AlienDescription, "test_the_description_is_plain_data"),
     (HandlesInTheDescription, "test_the_description_is_plain_data"),
     (MemoryInGigabytes, "test_memory_numbers_are_bytes"),

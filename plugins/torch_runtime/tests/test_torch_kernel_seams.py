@@ -129,8 +129,10 @@ def test_the_table_is_not_shown_unasked(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_an_unknown_seam_lists_the_seams() -> None:
-    with pytest.raises(ConfigError, match=f"no kernel seam 'silu'; .*kernel_overrides takes: {', '.join(SEAMS)}"):
+    with pytest.raises(ConfigError, match=f"no kernel seam 'silu'; .*kernel_overrides .*: {', '.join(SEAMS)}"):
         select_kernels(shelf(), {"silu": ["fast"]}, CASE)
+    with pytest.raises(ConfigError, match="no kernel seam 'silu'"):
+        select_kernels(shelf(), {}, CASE, candidates={"silu": ["fast"]})
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,49 @@ def test_switched_off_overrides_are_not_even_loaded() -> None:
     table = select_kernels(shelf(), {"linear": ["absent"]}, CASE, enabled=False)
     assert table.kernels == Kernels()
     assert "overrides are switched off, absent too" in str(table)
+
+
+# -- the platform's candidates
+
+
+def test_the_platforms_best_candidate_is_taken_where_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is absent, broken, misfit or refuses is passed over, and the table says why."""
+    made = {
+        "foreign": override("linear", device_types=frozenset({"cuda"})),
+        "misfit": override("linear", lambda x: x),
+        "good": override("linear", Counted("linear")),
+        "late": override("linear"),
+    }
+    candidates = {"linear": ["absent", "foreign", "misfit", "good", "late"], "embedding": ["absent"]}
+    logger = logging.getLogger("test.kernels")
+    with caplog.at_level(logging.INFO, logger.name):
+        table = select_kernels(shelf(**made), {}, CASE, candidates=candidates, logger=logger)
+    assert table.kernels == Kernels(linear=made["good"].function)
+    by_seam = {choice.seam: choice for choice in table.choices}
+    assert [name for name, _ in by_seam["linear"].refused] == ["absent", "foreign", "misfit"]
+    assert by_seam["linear"].reason == "the platform's choice"
+    assert by_seam["embedding"].row().endswith("reference (none of the platform's)")
+    for said in ("no kernel_override plugin 'absent'", "it runs on cuda, not on cpu", "the kernel takes (x)"):
+        assert said in caplog.text
+
+
+def test_the_operators_word_comes_before_the_platforms() -> None:
+    made = {"ours": override("linear"), "theirs": override("linear", Counted("linear"))}
+    candidates = {"linear": ["theirs"]}
+    named = select_kernels(shelf(**made), {"linear": ["ours"]}, CASE, candidates=candidates)
+    assert named.overrides == {"linear": "ours"}
+    plain = select_kernels(shelf(**made), {"linear": [REFERENCE]}, CASE, candidates=candidates)
+    assert plain.overrides == {}
+    off = select_kernels(shelf(), {}, CASE, candidates=candidates, enabled=False)
+    assert off.overrides == {}
+    assert "overrides are switched off, theirs too" in str(off)
+
+
+def test_the_worker_asks_its_platform(world: Any, worker_options: Any) -> None:
+    world.platform.kernel_candidates = {"linear": ("mine",)}
+    world.plugins.factories["kernel_override", "mine"] = lambda ctx: override("linear")
+    assert world.start().kernels.overrides == {"linear": "mine"}
+    assert world.start(worker_options(kernel_overrides={"linear": "reference"})).kernels.overrides == {}
 
 
 def test_sampling_is_in_float32_whatever_the_model_computes_in() -> None:

@@ -97,6 +97,7 @@ class Platform(ABC):
         communicator: name of the ``communicator`` plugin to prefer; empty: that of ``collective_backend``.
         supported_quantization: ``quantization`` plugins that may be used; empty: no restriction.
         extra_environment: further environment variables that processes of the platform need.
+        kernel_candidates: by seam, ``kernel_override`` plugins to try where the operator names none, the best first.
     """
 
     kind: ClassVar[PlatformKind] = PlatformKind.OUT_OF_TREE
@@ -111,6 +112,7 @@ class Platform(ABC):
     communicator: ClassVar[str] = ""
     supported_quantization: ClassVar[Sequence[str]] = ()
     extra_environment: ClassVar[Sequence[str]] = ()
+    kernel_candidates: ClassVar[Mapping[str, Sequence[str]]] = {}
     _graph_pool: ClassVar[tuple[int, Any] | None] = None
 
     if not TYPE_CHECKING:  # Type checkers would let every misspelt name pass.

@@ -222,6 +222,12 @@ class PlatformSuite(PluginSuite):
     def test_attention_candidates_are_names(self, platform: Platform) -> None:
         _check_names(platform.attention_candidates(), "attention_candidates()")
 
+    def test_kernel_candidates_are_names_by_seam(self, platform: Platform) -> None:
+        """Which seams there are is the worker's to say."""
+        _check_names(tuple(platform.kernel_candidates), "kernel_candidates")
+        for seam, names in platform.kernel_candidates.items():
+            _check_names(names, f"kernel_candidates[{seam!r}]")
+
     def test_the_description_is_plain_data(self, platform: Platform) -> None:
         """Capability decisions take a description, so tests must be able to fabricate one."""
         try:

@@ -242,6 +242,7 @@ class TorchWorker(Worker):
             create,
             self.options.named_overrides(),
             case,
+            candidates=self._platform.kernel_candidates,
             enabled=self.options.use_kernel_overrides,
             logger=self._logger,
         )

@@ -125,7 +125,8 @@ def seam(name: str) -> KernelSeam:
     """The row of ``name``. Raises ``ConfigError`` listing the seams."""
     if name not in SEAMS:
         raise ConfigError(
-            f"there is no kernel seam {name!r}; plugins.worker.torch.kernel_overrides takes: {', '.join(SEAMS)}"
+            f"there is no kernel seam {name!r}; plugins.worker.torch.kernel_overrides and the platform's "
+            f"kernel_candidates may name: {', '.join(SEAMS)}"
         )
     return SEAMS[name]
 
