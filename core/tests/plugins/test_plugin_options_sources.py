@@ -167,7 +167,7 @@ class TestSources:
         assert "stat_logger.audit-log.v2 (dist-audit):" in text
         assert "--audit-every VALUE" in text
         assert "--audit-verbose, --no-audit-verbose" in text
-        assert "default 1 of how many, 100%" in " ".join(text.split())
+        assert "of how many, 100% (integer ≥ 1, default 1)" in " ".join(text.split())
         assert "audit_pkg.plugin" not in sys.modules
 
 
@@ -277,8 +277,8 @@ def test_help_of_plugins_lists_options_and_imports_none(audit: Site) -> None:
         "every (--audit-every) integer ≥ 1 default 1 of how many, 100%",
         "verbose (--audit-verbose) switch default false write more",
         'tags list of text default ["a"] words to add',
-        "label text default null a title",
-        "level on | off default null a word that YAML knows",
+        "label text a title",
+        "level on | off a word that YAML knows",
         'base on | off default "on" another',
     ]
     assert "stat_logger.bare (dist-b): no manifest, so its options are known only where it loads" in lines

@@ -125,7 +125,8 @@ def add_plugin_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
                 continue  # two distributions have the plugin; one of them must be pinned
             switch = {"nargs": 0} if schema.get("type") == "boolean" else {"metavar": "VALUE"}
             spellings = [flag, f"--no-{flag[2:]}"] if "nargs" in switch else [flag]
-            text = " ".join(_facts(key, schema)[1:]).replace("%", "%%")
+            _, told, default, meaning = _facts(key, schema)
+            text = f"{meaning} ({', '.join(filter(None, (told, default)))})".replace("%", "%%")
             settings: dict[str, Any] = {"dest": "plugin", "const": path, "default": argparse.SUPPRESS, "help": text}
             if not _FLAG.fullmatch(flag):
                 faults.append(f"flag {flag} of {owner} is not of the form --two-words; uninstall {plugin.distribution}")
@@ -159,7 +160,9 @@ class PluginHelp(argparse.Action):
 
 def _facts(key: str, schema: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Option with its flag, type, default and description."""
-    default = f"default {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ""
+    default = (
+        f"default {json.dumps(schema['default'], ensure_ascii=False)}" if schema.get("default") is not None else ""
+    )
     named = f"{key} ({schema['flag']})" if "flag" in schema else key
     return named, _type(schema), "required" if schema["is_required"] else default, schema.get("description", "")
 
