@@ -26,6 +26,8 @@ class LayerOutermostLayout(KVLayout):
     """Each layer's blocks lie together: ``block_stride`` is a page, ``layer_stride`` a page times the block count.
 
     Every group gets one tensor of its own, so a block id addresses one page in the layers of the group that owns it.
+    Pages of different groups may therefore differ in size: only a layout whose groups share memory has to make them
+    equal (see ``alignment``), and to do so before the workers build layers of the block size it arrives at.
     """
 
     def __init__(self, plugins: PluginAccess | None = None) -> None:
