@@ -203,7 +203,7 @@ def test_admin_routes_collide_like_others() -> None:
 class Wide(Endpoint):
     def routes(self) -> APIRouter:
         router = APIRouter()
-        router.add_api_route("/{anything:path}", lambda anything: anything, methods=["GET"])
+        router.add_api_route("/admin/{anything:path}", lambda anything: anything, methods=["GET"])
         return router
 
 
