@@ -128,8 +128,9 @@ def test_a_required_option_is_missed() -> None:
 )
 @pytest.mark.parametrize("value", ["x", 1, None, [1], {"a": 1}], ids=repr)
 def test_what_is_not_understood_accepts_anything(schema: dict[str, Any], value: object) -> None:
-    whole = {"type": "object", "properties": {"key": schema}}
+    whole = {"type": "object", "properties": {"key": schema, "other": {"type": "integer"}}}
     assert schema_faults("hash", "mine", whole, {"key": value}) == []
+    assert len(schema_faults("hash", "mine", whole, {"key": value, "other": "x"})) == 1, "it spoils nothing else"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hardpoint.config import add_arguments, load_config
 from hardpoint.config.arguments import flag_faults
 from hardpoint.config.plugin_options import add_plugin_flags
 from hardpoint.errors import ConfigError
+from hardpoint.plugins import PluginSelection, build_plan, discover
 from hardpoint.plugins.cli import run_plugins
 from hardpoint.testing.manifest_writer import options_schema
 
@@ -179,10 +180,61 @@ def test_a_plugin_without_a_manifest_takes_variables_for_any_key(site: Site, tmp
     ).plugins == {"stat_logger": {"bare": {"some_key": [1]}}}
 
 
-def test_a_damaged_manifest_costs_nobody_their_command_line(site: Site) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"plugins": {"stat_logger": {"broken": {"options": {"properties": []}}}}}',
+        '{"plugins": {"stat_logger": {"broken": {"options": {"properties": {"a": 3}}}}}}',
+        '{"plugins": {"stat_logger": {"broken": {"options": {"required": 1, "properties": {"a": {}}}}}}}',
+        '{"plugins": {"stat_logger": {"broken": {"options": {"properties": {"a": {"description": {}}}}}}}}',
+        '{"plugins": {"stat_logger": {"broken": {"options": {"properties": {"a": {"anyOf": [3]}}}}}}}',
+    ],
+)
+def test_a_damaged_manifest_costs_nobody_their_command_line(
+    site: Site, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """And the doctor names the file."""
     site.install("dist-c", {"stat_logger:broken": "broken_pkg.plugin:create"}, modules={"broken_pkg.plugin": MODULE})
-    (site.root / "broken_pkg" / "hardpoint.json").write_text("{")
+    (site.root / "broken_pkg" / "hardpoint.json").write_text(text)
     assert add_plugin_flags(parser()) == ()
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help=plugins"])
+    assert "stat_logger.broken (dist-c): no manifest" in capsys.readouterr().out
+    run_plugins(["doctor", "stat_logger"])
+    assert "broken_pkg/hardpoint.json is not valid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "array", "items": [{"type": "integer"}]},
+        {"type": ["string", "null"]},
+        {"enum": [{"a": 1}]},
+        {"anyOf": []},
+        {"minimum": "many", "type": "integer"},
+        {"items": False},
+        {"default": {"a": [1]}},
+        {"$ref": 3},
+        {"type": {}},
+        {"anyOf": [{"type": []}]},
+    ],
+    ids=str,
+)
+def test_an_odd_schema_is_shown_somehow(site: Site, capsys: pytest.CaptureFixture[str], part: dict[str, Any]) -> None:
+    site.install(
+        "dist-d",
+        {"stat_logger:odd": "odd_pkg.plugin:create"},
+        modules={"odd_pkg.plugin": MODULE},
+        manifest=manifest("stat_logger", "odd", {"properties": {"key": {**part, "flag": "--odd-key"}}}),
+    )
+    assert flag_faults() == ()
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help=plugins"])
+    assert "key (--odd-key)" in capsys.readouterr().out
+    config = load_config(parser().parse_args(["m", "--odd-key", "[1]"]), {})
+    assert set(config.plugins["stat_logger"]["odd"]) == {"key"}
+    build_plan(discover(), PluginSelection(options=config.plugins))
 
 
 class TestCollisions:

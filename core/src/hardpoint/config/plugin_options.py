@@ -91,8 +91,8 @@ def _meaning(variable: str, plugins: Sequence[_Described]) -> tuple[str, str, st
 
 
 def _read(text: str, schema: Mapping[str, Any], source: str) -> Any:
-    types = {part.get("type") for part in schema.get("anyOf", [schema])}
-    if "string" in types and types <= {"string", "null"}:
+    types = [str(part.get("type")) for part in schema.get("anyOf", [schema])]
+    if "string" in types and {*types} <= {"string", "null"}:
         return None if text == "null" and "null" in types else text
     try:
         return yaml.safe_load(text)
@@ -173,6 +173,6 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
     told = str(schema.get("type", "value"))
-    items = f" of {_type(schema['items'])}" if schema.get("items") else ""
+    items = f" of {_type(schema['items'])}" if isinstance(schema.get("items"), dict) else ""
     bounds = "".join(f" {sign} {schema[bound]}" for bound, sign in _SIGNS.items() if bound in schema)
     return f"{_WORDS.get(told, told)}{items}{bounds}"

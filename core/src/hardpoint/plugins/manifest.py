@@ -19,6 +19,16 @@ UNCHECKED = "unchecked"
 """Key of a schema that tells less than the model accepts: values are then judged where the plugin loads."""
 
 
+class _Shape(msgspec.Struct):
+    """The form of what is read from the schema of options; all else in it may be anything."""
+
+    description: str = ""
+    required: tuple[str, ...] = ()
+    properties: dict[str, _Shape] = {}
+    anyOf: tuple[_Shape, ...] = ()
+    definitions: dict[str, _Shape] = msgspec.field(name="$defs", default_factory=dict)
+
+
 class PluginManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One plugin's entry. ``options`` is the JSON schema of its options model, or ``None`` when not stated."""
 
@@ -84,6 +94,9 @@ def read_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> Manifest | None:
 def _parse(text: bytes, path: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
+        msgspec.convert(
+            [entry.options for kind in manifest.plugins.values() for entry in kind.values()], list[_Shape | None]
+        )
     except msgspec.DecodeError as error:
         raise PluginError(f"the plugin manifest {path} is not valid: {error}") from error
     if manifest.manifest_version != 1:

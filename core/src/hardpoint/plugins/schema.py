@@ -62,7 +62,7 @@ class _Translation:
 
 
 def _translate(schema: Mapping[str, Any]) -> dict[str, Any]:
-    kind = schema.get("type")
+    kind = str(schema.get("type"))
     if schema.get(UNCHECKED) or schema.get("format") not in _TEXT_FORMATS:
         return _ANY
     if "$ref" in schema:
