@@ -230,3 +230,12 @@ def test_the_command_judges_by_exit_status(
     assert doctor() == 1
     assert doctor("--json") == 1
     assert "an API key is not enough" in json.loads(capsys.readouterr().out.splitlines()[-1])["problems"][0]
+
+
+@pytest.mark.parametrize("words", [["--probe"], ["--config", "x.yaml"], ["--plugins", ""], ["--pin", "a:b=c"]])
+def test_flags_without_effect_are_refused(doctor: Callable[..., int], listener: Listener, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"leave out {words[0]}"):
+        doctor(*words)
+    assert listener.asked == []
+    with pytest.raises(ConfigError, match="name the server"):
+        run_plugins(["doctor", "--admin-key-file", "keys"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection_arguments import add_selection, print_report, wants_color
 
 __all__ = ["add_arguments", "run"]
@@ -18,22 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 when there are problems."""
+    """1 when there are problems. Raises ``ConfigError`` for flags that would have no effect, and as reading does."""
+    # Deferred: what few calls need should cost the others nothing.
     if arguments.server is not None:
-        return _ask_server(arguments)
-    if not arguments.probe:
-        return 1 if print_report(arguments, probe=True) else 0
-    from hardpoint.testing.probing import probe_in_child
+        from hardpoint.testing.server_doctor import print_server
 
-    return 1 if print_report(arguments, probe=True, probe_workers=probe_in_child) else 0
+        return 1 if print_server(arguments, color=wants_color()) else 0
+    if arguments.admin_key_file is not None:
+        raise ConfigError("--admin-key-file is for --server; name the server, or leave the key out")
+    if arguments.probe:
+        from hardpoint.testing.probing import probe_in_child
 
-
-def _ask_server(arguments: argparse.Namespace) -> int:
-    from hardpoint.plugins.discovery import discover
-    from hardpoint.plugins.render import painter
-    from hardpoint.testing.server_doctor import admin_key, examine_server, render_live
-
-    report = examine_server(arguments.server, admin_key(arguments.admin_key_file), discover())
-    lines = render_live(report, painter(wants_color()), arguments.verbose, arguments.kind)
-    print(report.to_json() if arguments.json else "\n".join(lines))
-    return 1 if report.problems else 0
+        return 1 if print_report(arguments, probe=True, probe_workers=probe_in_child) else 0
+    return 1 if print_report(arguments, probe=True) else 0

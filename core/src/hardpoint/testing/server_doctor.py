@@ -5,6 +5,7 @@ Behind ``hardpoint plugins doctor --server``, and imported by nothing else.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +14,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hardpoint.errors import ConfigError
+from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.records import Discovery
-from hardpoint.plugins.render import Paint, plain
+from hardpoint.plugins.render import Paint, painter, plain
 from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
 from hardpoint.server.keys import read_keys
 
-__all__ = ["LiveReport", "admin_key", "examine_server", "render_live"]
+__all__ = ["LiveReport", "admin_key", "examine_server", "print_server", "render_live"]
 
 _PATH = "/admin/plugins"
 _TIMEOUT_S = 30.0
@@ -31,6 +33,7 @@ _ADVICE: Mapping[int | str, str] = {
     404: "it has no admin routes; start it with --endpoints openai,ops,admin and an --admin-key-file",
     "host_refused": "it does not serve under this name; use its own address, or set server.allowed_hosts",
 }
+_SELECTION_FLAGS = ("probe", "config", "plugins", "endpoints", "pin", "use", "strict_plugins")
 _QUIET = (PluginState.DISCOVERED, PluginState.ALLOWED)
 
 
@@ -48,6 +51,21 @@ class LiveReport(msgspec.Struct, frozen=True):
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
+
+
+def print_server(arguments: argparse.Namespace, *, color: bool) -> tuple[str, ...]:
+    """Ask the server named by the command's arguments and print what it tells; the problems found.
+
+    Raises ``ConfigError`` when no admin key was given, and for flags that concern the local selection.
+    """
+    given = [flag for flag in _SELECTION_FLAGS if getattr(arguments, flag) not in (None, [], False)]
+    idle = [f"--{flag.replace('_', '-')}" for flag in given]
+    if idle:
+        raise ConfigError(f"--server shows what runs, whatever would be selected here; leave out {', '.join(idle)}")
+    report = examine_server(arguments.server, admin_key(arguments.admin_key_file), discover())
+    lines = render_live(report, painter(color), arguments.verbose, arguments.kind)
+    print(report.to_json() if arguments.json else "\n".join(lines))
+    return report.problems
 
 
 def admin_key(path: str | None) -> str:
