@@ -62,6 +62,13 @@ def test_a_manifest_that_is_behind_the_entry_points_is_a_fault(site: Site) -> No
     assert [text for text in chosen.problems if text.startswith("tokenizer:new (acme):")]
 
 
+def test_a_conformance_class_is_in_no_manifest(site: Site) -> None:
+    plugins = {"conformance:hash": "acme.mod:c", "hash:h": "acme.mod:c"}
+    site.install("acme", plugins, modules=MODULE, manifest={"plugins": {"hash": {"h": {}}}})
+    report = examine(site)
+    assert row(report, "conformance", "hash").faults == row(report, "hash", "h").faults == ()
+
+
 def test_a_missing_module_matters_as_much_as_its_plugin(site: Site) -> None:
     site.install("acme", {"hash:h": "nowhere_to_be_found:c", "hooks:audit": "nowhere_to_be_found:c"})
     report = examine(site)

@@ -192,6 +192,7 @@ def _manifest(plugin: DiscoveredPlugin, discovery: Discovery) -> tuple[PluginMan
     told = {(kind, name) for kind, entries in manifest.plugins.items() for name in entries}
     entry = manifest.plugins.get(plugin.kind, {}).get(plugin.name)
     advice = f"it is out of date: write it again with `hardpoint plugins manifest {plugin.distribution}`"
-    faults = [] if entry else [f"its package's manifest does not tell of it; {advice}"]
+    # Conformance classes are in no manifest: they have no options.
+    faults = [] if entry or plugin.kind == "conformance" else [f"its package's manifest does not tell of it; {advice}"]
     stray = ", ".join(f"{kind}:{name}" for kind, name in sorted(told - mine))
     return entry, faults + ([f"its manifest tells of {stray}, which it does not provide; {advice}"] if stray else [])
