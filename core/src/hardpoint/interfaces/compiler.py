@@ -31,5 +31,6 @@ class Compiler(ABC):
     def lower(self, model: Any) -> list[LoweredRange]:
         """Install callables on ``model`` after weights are loaded; report every range, refused ones with a reason.
 
-        Must not change results beyond the tolerance it declares.
+        Must not change results beyond the tolerance it declares. What is kept beyond the process goes by a key that
+        contains ``PluginAccess.fingerprint()``: it changes with operators and kernel overrides.
         """
