@@ -64,7 +64,6 @@ def plugin_selection(
         "compiler": execution.compiler,
         "quantization": model.quantization,
         "weight_loader": model.loader,
-        "io_processor": model.io_processor,
     }
     policy = config.plugin_policy
     return PluginSelection.from_environment(

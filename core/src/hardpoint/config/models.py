@@ -41,9 +41,7 @@ class ModelConfig(_Section):
     loader: str | None = Field(
         default=None, description="weight loader (plugin name) instead of the one that fits the files"
     )
-    io_processor: str | None = Field(
-        default=None, description="IO processor (plugin name) instead of the one that the model's configuration names"
-    )
+    io_processor: str | None = Field(default=None, description="IO processor (plugin name) instead of the model's own")
     chat_template_file: str | None = Field(
         default=None, description="Jinja chat template to use instead of the model's own"
     )

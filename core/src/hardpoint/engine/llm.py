@@ -123,8 +123,7 @@ class LLM:
     def process(self, data: Any, *, options: RequestOptions | None = None) -> Any:
         """The result of one task of the model's IO processor. Raises ``InvalidRequestError`` where it has none."""
         requests, finish = start_task(self._io_processor, data, self.limits)
-        prompts, params = [one.prompt for one in requests], [one.params for one in requests]
-        return finish(self.generate(prompts, params, options=options))
+        return finish(self.generate([r.prompt for r in requests], [r.params for r in requests], options=options))
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.core.utility("reset_prefix_cache"))
