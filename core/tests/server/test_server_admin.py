@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 
 from hardpoint.config import ServerConfig
@@ -150,6 +153,35 @@ async def test_no_spelling_of_a_path_reaches_the_handler(path: str, keys: tuple[
     await app(scope, receive, send)
     assert sent[0]["status"] in (401, 404)
     assert secrets.calls == []
+
+
+PIECES = st.sampled_from(
+    ["admin", "secret", "bare", "x", "live", "echo", "", ".", "..", "%2e", "%2f", ";a", "\x00", "Admin", "//"]
+)
+HEADERS = st.sampled_from([[], [(b"authorization", f"Bearer {API}".encode())], [(b"x-api-key", b"guess")]])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(PIECES, max_size=6), st.sampled_from(["", "/", "/admin", "/x"]), HEADERS, st.sampled_from(["GET", "POST"])
+)
+def test_no_path_at_all_reaches_a_handler(pieces: list[str], root: str, headers: list[Any], method: str) -> None:
+    app, secrets = guarded(())
+    path = "/" + "/".join(pieces)
+    common = {"type": "http", "method": method, "raw_path": path.encode(), "query_string": b"", "scheme": "http"}
+    host = [(b"host", b"localhost"), (b"x-forwarded-prefix", b"/admin")]
+    scope = {**common, "path": path, "root_path": root, "headers": host + headers, "server": ("127.0.0.1", 80)}
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(app(scope, receive, send))
+    assert secrets.calls == []
+    assert statuses[0] in (200, 401, 403, 404, 405, 503)
 
 
 async def test_a_root_path_does_not_help() -> None:
