@@ -32,6 +32,8 @@ import torch
 from hardpoint.interfaces import CustomOperator, CustomOps, KernelOverride, WorkerContext, plugin
 from hardpoint_torch_runtime.ops import load_custom_ops
 
+import os
+
 calls = []
 
 
@@ -59,6 +61,9 @@ def create_override(ctx: WorkerContext, options):
 
     def silu_and_mul(gate_up):
         calls.append(tuple(gate_up.shape))
+        if os.environ.get("ACME_LOG"):
+            with open(os.environ["ACME_LOG"], "a") as log:
+                log.write(f"{os.getpid()}\\n")
         return operator(gate_up)
 
     return KernelOverride("silu_and_mul", silu_and_mul, frozenset({"cpu"}), frozenset({"float32"}))
@@ -96,8 +101,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         sys.modules.pop(name, None)
 
 
-def config(model: Path, dtype: str = "float32", **worker: Any) -> AppConfig:
-    engine = EngineConfig.sections(str(model), dtype=dtype, num_kv_blocks=64, max_model_len=256)
+def config(model: Path, dtype: str = "float32", executor: str = "uniproc", **worker: Any) -> AppConfig:
+    engine = EngineConfig.sections(str(model), dtype=dtype, num_kv_blocks=64, max_model_len=256, executor=executor)
     return AppConfig.model_validate({"engines": {"tiny": engine}, "plugins": {"worker": {"torch": worker}}})
 
 
@@ -123,6 +128,23 @@ def test_a_named_override_is_used_and_computes_the_same_tokens(
     table = next(record.getMessage() for record in caplog.records if "kernels by seam" in record.getMessage())
     assert "silu_and_mul      acme_gate (named)" in table
     assert "rms_norm          reference (no override is named)" in table
+
+
+def test_a_worker_process_of_its_own_registers_for_itself(
+    model: Path, site: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R12.13: once in each process that needs it, and in no other."""
+    site("acme-apart", "apart")
+    log = tmp_path / "calls.log"
+    monkeypatch.setenv("ACME_LOG", str(log))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plain = greedy(config(model))
+    named = {"silu_and_mul": "apart_gate"}
+    assert greedy(config(model, executor="multiproc", custom_ops=["apart_ops"], kernel_overrides=named)) == plain
+    assert "acme_apart" not in sys.modules
+    pids = set(log.read_text(encoding="utf-8").split())
+    assert len(pids) == 1
+    assert pids != {str(os.getpid())}
 
 
 def test_switched_off_it_is_not_even_imported(model: Path, site: Callable[..., Any]) -> None:

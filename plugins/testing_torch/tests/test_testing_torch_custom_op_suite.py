@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
-from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
+from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.testing.suite_runner import SuiteOutcome, run_suite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
@@ -192,6 +192,33 @@ def test_a_factory_that_patches_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     failed = run(patches, only="registers_nothing_itself").failed
     assert "the factory replaced torch.nn.functional.silu" in failed["test_the_factory_registers_nothing_itself"]
+
+
+BROKEN = ProbeResult(ProbeStatus.BROKEN, "undefined symbol")
+
+
+@pytest.mark.parametrize(
+    ("answers", "passes"),
+    [
+        ([ProbeResult(ProbeStatus.ABSENT, "no library")], True),
+        ([ProbeResult(ProbeStatus.AVAILABLE, "built in")], True),
+        ([BROKEN], False),
+        ([ProbeResult(ProbeStatus.ABSENT, "")], False),
+        ([True], False),
+        ([ProbeResult(ProbeStatus.AVAILABLE, "built in"), BROKEN], False),
+    ],
+    ids=["absent", "available", "broken", "no reason", "no result", "moody"],
+)
+def test_what_the_plugins_own_probe_may_answer(answers: list[Any], passes: bool) -> None:
+    given = itertools.cycle(answers)
+
+    class Suite(CustomOpSuite):
+        @pytest.fixture
+        def declaration(self) -> PluginDeclaration[Any]:
+            return PluginDeclaration("custom_op", probe=lambda: next(given))
+
+    outcome = run_suite(Suite, only="its_probe_answers")
+    assert (outcome.failed == {}) is passes
 
 
 @pytest.mark.parametrize(

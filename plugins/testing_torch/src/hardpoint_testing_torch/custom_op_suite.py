@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hardpoint.errors import PluginConflictError, PluginError
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
-from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
+from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.testing.module_guard import ModuleGuard
 from hardpoint.testing.plugin_suite import PluginSuite
@@ -148,6 +148,16 @@ class CustomOpSuite(PluginSuite):
                 found = registered[operator.name](*arguments), arguments
                 for one, other in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
                     torch.testing.assert_close(other, one, rtol=self.tolerance, atol=self.tolerance)
+
+    def test_its_probe_answers(self, declaration: PluginDeclaration[Any]) -> None:
+        """Available, absent or broken, with a reason; asking twice changes nothing."""
+        if declaration.probe is None:
+            pytest.skip("the plugin as a whole declares no probe: it is taken to be available")
+        answer = declaration.probe()
+        assert isinstance(answer, ProbeResult), f"probe() answers {answer!r}"
+        assert answer.reason.strip(), "a probe gives a reason, also for being available"
+        assert declaration.probe().status is answer.status
+        assert answer.status is not ProbeStatus.BROKEN, answer.reason
 
     def test_missing_operators_say_so(self, ops: CustomOps, registered: OperatorSet) -> None:
         """R10.30, R10.31: probes answer, and what is absent is there by name and refuses with a reason."""
