@@ -22,6 +22,7 @@ from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttenti
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
 from hardpoint_testing_torch.tiny_models import ModelCheckpoint, TinyModel, make_tiny_model, model_info
+from hardpoint_testing_torch.worker_suite import WorkerSuite
 
 __all__ = [
     "AttentionBackendSuite",
@@ -44,6 +45,7 @@ __all__ = [
     "StateDictLoader",
     "TensorLoader",
     "TinyModel",
+    "WorkerSuite",
     "build_model",
     "check_parity",
     "create_model",
