@@ -14,7 +14,6 @@ from audit_hooks import Audit, Options, create
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EngineOutput, EngineRequest, FinishReason, PluginContext, ProcessRole, SamplingParams
-from hardpoint.plugins import HookRunner
 
 ENGINE = frozenset({ProcessRole.ENGINE})
 
@@ -25,8 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def run_through(path: Path | None) -> None:
-    runner = HookRunner(strict=True)
-    runner.register("audit", create(PluginContext("audit", 1, ENGINE), Options(path=path)))
+    audit = create(PluginContext("audit", 1, ENGINE), Options(path=path))
     request = EngineRequest(
         request_id="r-1",
         prompt_token_ids=np.arange(5, dtype=np.int32),
@@ -34,10 +32,10 @@ def run_through(path: Path | None) -> None:
         tenant="acme",
         arrival_time=0.0,
     )
-    runner.call("process_started", roles=ENGINE, rank=None)
-    runner.call("request_added", request=request)
-    runner.call("request_finished", output=EngineOutput("r-1", [7], FinishReason.STOP))
-    runner.call("process_stopping")
+    audit.process_started(roles=ENGINE, rank=None)
+    audit.request_added(request=request)
+    audit.request_finished(output=EngineOutput("r-1", [7], FinishReason.STOP))
+    audit.process_stopping()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

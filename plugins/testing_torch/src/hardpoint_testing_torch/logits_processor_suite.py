@@ -42,7 +42,8 @@ class LogitsProcessorSuite(PluginSuite):
 
     ``sampling`` are the ``SamplingParams`` fields of a request that the processor acts on (``extensions`` and the
     like), ``other_sampling`` those of one that it leaves alone; None: it acts on every request. Tokens named there are
-    below ``vocab_size``. ``prompt`` is the prompt of both. ``worker`` is the worker plugin that runs the processor in
+    below ``vocab_size``. ``prompt`` is the prompt of both, ``answer`` what was generated before (a request resumes with
+    it), for processors that act on what they see of it. ``worker`` is the worker plugin that runs the processor in
     the last tests, with its option for names of processors; None leaves them out.
     """
 
@@ -51,6 +52,7 @@ class LogitsProcessorSuite(PluginSuite):
     sampling: ClassVar[Mapping[str, Any]] = {}
     other_sampling: ClassVar[Mapping[str, Any] | None] = {}
     prompt: ClassVar[Sequence[int]] = (5, 6, 7, 5, 6)
+    answer: ClassVar[Sequence[int]] = ()
     worker: ClassVar[str | None] = "torch"
     worker_option: ClassVar[str] = "logits_processors"
 
@@ -65,13 +67,16 @@ class LogitsProcessorSuite(PluginSuite):
         config = msgspec.structs.replace(worker_config(info), max_num_seqs=SLOTS)
         return self.create_processor(self.context(WorkerContext, rank=0, config=config, device=torch.device("cpu")))
 
-    def row(self, slot: int, sampling: Mapping[str, Any], generation: int = 1) -> NewRow:
-        """A request in ``slot``."""
+    def row(
+        self, slot: int, sampling: Mapping[str, Any], generation: int = 1, answer: Sequence[int] | None = None
+    ) -> NewRow:
+        """A request in ``slot`` with this ``answer`` so far, by default the suite's."""
+        known = (*self.prompt, *(self.answer if answer is None else answer))
         return NewRow(
             request_id=f"r{slot}.{generation}",
             slot=slot,
             generation=generation,
-            token_ids=np.asarray(self.prompt, dtype=np.int32),
+            token_ids=np.asarray(known, dtype=np.int32),
             num_prompt_tokens=len(self.prompt),
             block_ids=(),
             sampling=SamplingParams(**({"temperature": 0.0} | dict(sampling))),
@@ -140,6 +145,21 @@ class LogitsProcessorSuite(PluginSuite):
         logits[:, 9] = -torch.inf
         result = self.apply(processor, logits, [3, 1, 0, 2])
         assert torch.equal(result[[1, 3]], logits[[1, 3]]), "rows of requests it leaves alone were changed"
+
+    def test_what_is_observed_counts_like_what_a_row_brings(self) -> None:
+        """An answer that grew token by token, two slots at a time, and one that comes whole after preemption."""
+        answer = self.answer or (9, 3, 9, 3, 3)
+        grown, whole = self.fresh(), self.fresh()
+        for slot in (1, 4):
+            grown.add(self.row(slot, self.sampling, answer=()))
+            whole.add(self.row(slot, self.sampling, answer=answer))
+        for token in answer:
+            grown.observe(np.asarray([4, 1], dtype=np.int32), np.asarray([token, token], dtype=np.int32))
+        for probe in self.probes()[::8]:
+            logits = probe.expand(2, -1)
+            assert torch.equal(self.apply(grown, logits, [1, 4]), self.apply(whole, logits, [1, 4])), (
+                "tokens told to observe() have another effect than those of a request that resumes with them"
+            )
 
     def test_rows_may_come_in_any_order(self) -> None:
         """Row i belongs to ``slots[i]``, whatever order the batch has."""
@@ -281,6 +301,7 @@ class LogitsProcessorSuite(PluginSuite):
         processor, tokens = self.affected(0), list(self.prompt)
         for _ in range(8):
             tokens.append(int(self.apply(processor, tiny.logits(tokens)[-1:], [0]).argmax()))
+            processor.observe(np.asarray([0], dtype=np.int32), np.asarray(tokens[-1:], dtype=np.int32))
         return tokens[len(self.prompt) :]
 
 
@@ -299,6 +320,9 @@ class _Recorder(LogitsProcessor):
     def remove(self, slot: int) -> None:
         self.removed.append(slot)
         self.inner.remove(slot)
+
+    def observe(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        self.inner.observe(slots, token_ids)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         self.applied |= set(slots.tolist())
