@@ -162,7 +162,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "transformers.py").write_text("")
     yield tmp_path
     sys.modules.pop("acme_command", None)
-    sys.modules.pop("transformers", None)
     plugin_suite._plan.cache_clear()
 
 
