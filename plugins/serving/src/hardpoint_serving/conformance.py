@@ -1,0 +1,67 @@
+"""What the rules of their kind need to know of our endpoints: valid requests. Loaded by the kit alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces import IOProcessor, IORequest, Prompt, RequestOutput, SamplingParams
+from hardpoint.testing import FakeEngineClient
+from hardpoint.testing.asgi_client import Call
+from hardpoint.testing.endpoint_suite import EndpointSuite
+
+__all__ = ["TestAdmin", "TestOpenAI", "TestOps", "TestProcess"]
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 5}
+
+
+class TestOpenAI(EndpointSuite):
+    plugin: ClassVar[str | None] = "openai"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/v1/chat/completions", CHAT),
+        Call("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
+        Call("POST", "/v1/completions", COMPLETION),
+        Call("POST", "/v1/completions", {**COMPLETION, "stream": True}),
+        Call("GET", "/v1/models"),
+        Call("GET", "/v1/models/fake"),
+    )
+
+
+class TestOps(EndpointSuite):
+    plugin: ClassVar[str | None] = "ops"
+    calls: ClassVar[tuple[Call, ...]] = tuple(
+        Call("GET", path) for path in ("/health", "/version", "/metrics", "/load")
+    )
+
+
+class TestAdmin(EndpointSuite):
+    plugin: ClassVar[str | None] = "admin"
+    calls: ClassVar[tuple[Call, ...]] = (Call("GET", "/admin/plugins"), Call("POST", "/admin/reset_prefix_cache"))
+
+
+class Answers(IOProcessor):
+    """A list of questions becomes the list of answers."""
+
+    def parse(self, data: Any) -> Sequence[IORequest]:
+        if not isinstance(data, list) or not all(isinstance(text, str) and text.isprintable() for text in data):
+            raise InvalidRequestError("data must be a list of texts", param="data")
+        return [IORequest(Prompt(text=text), SamplingParams(max_tokens=5)) for text in data]
+
+    def finish(self, requests: Sequence[IORequest], outputs: Sequence[RequestOutput]) -> Any:
+        return [output.outputs[0].text for output in outputs]
+
+
+class TestProcess(EndpointSuite):
+    plugin: ClassVar[str | None] = "process"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/v1/process", {"model": "fake", "data": ["why?", "when?"]}),
+        Call("POST", "/v1/process", {"data": ["why?"]}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(io_processor=Answers())
