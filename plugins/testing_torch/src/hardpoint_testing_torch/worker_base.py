@@ -41,9 +41,11 @@ class ForcedToken(LogitsProcessor):
         self.tokens: dict[int, int] = {}
         self.entered: list[str] = []
         self.removed: list[int] = []
+        self.answers: dict[int, list[int]] = {}
 
     def add(self, row: NewRow) -> bool:
         self.entered.append(row.request_id)
+        self.answers[row.slot] = row.token_ids[row.num_prompt_tokens :].tolist()
         self.tokens.pop(row.slot, None)
         if "kit_force" in row.sampling.extensions:
             self.tokens[row.slot] = int(row.sampling.extensions["kit_force"])
@@ -52,6 +54,10 @@ class ForcedToken(LogitsProcessor):
     def remove(self, slot: int) -> None:
         self.removed.append(slot)
         self.tokens.pop(slot, None)
+
+    def observe(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        for slot, token in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            self.answers[slot].append(token)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         for index, slot in enumerate(slots.tolist()):

@@ -80,6 +80,10 @@ class WorkerFeatures(WorkerSuiteBase):
         assert tokens["forced"] == [FORCED] * 5, "the processor's only token was not drawn"
         check_greedy(tiny, PROMPTS["few"], tokens["plain"], "a request the processor leaves alone")
         assert processor.entered == ["plain", "forced"], "each request enters the processor once"
+        for row in driver.rows.values():
+            assert processor.answers[row.slot or 0] == row.tokens[row.num_prompt :], (
+                f"observe() was told other tokens of {row.name} than were drawn"
+            )
         slot = driver.rows["forced"].slot
         driver.finish("forced")
         driver.add("next", PROMPTS["block"])
@@ -204,7 +208,8 @@ class WorkerFeatures(WorkerSuiteBase):
         """What another pipeline stage sampled comes with the next step and is computed like any other token."""
         if not self.learns_tokens:
             pytest.skip("the worker declares not to learn tokens from elsewhere")
-        driver, prompt = start(), list(PROMPTS["few"])
+        processor, prompt = ForcedToken(), list(PROMPTS["few"])
+        driver = start() if self.logits_processors_option is None else self._processors(tiny, start, watch=processor)
         driver.add("told", prompt)
         step = msgspec.structs.replace(driver.make_step(), samples=np.asarray([False]))
         driver.absorb(step, driver.run(step))
@@ -212,6 +217,8 @@ class WorkerFeatures(WorkerSuiteBase):
         known = TokenUpdate(np.asarray([1], dtype=np.int32), np.asarray([FORCED], dtype=np.int32))
         driver.step({"told": 1}, known_tokens=known)
         check_greedy(tiny, [*prompt, FORCED], driver.outputs["told"], "after a token from elsewhere")
+        if self.logits_processors_option is not None:
+            assert processor.answers[0] == [FORCED, *driver.outputs["told"]], "observe() must hear of them as well"
 
 
 def _giving(made: LogitsProcessor) -> Callable[[Any], LogitsProcessor]:
