@@ -23,6 +23,7 @@ import msgspec
 from hardpoint.errors import ConfigError, PluginError
 from hardpoint.ipc.memory import anonymous_file
 from hardpoint.logging import configure_logging, get_logger
+from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
 
@@ -190,7 +191,7 @@ def boot(
     ``platform`` None takes the one the plan has chosen, if any. Raises ``PluginMismatchError`` when the plugins
     installed here differ from the plan, ``PluginLoadError`` for a plugin that is needed and fails.
     """
-    from hardpoint.plugins import HookRunner, PluginPlan, PluginRuntime
+    from hardpoint.plugins import PluginPlan, PluginRuntime
 
     roles = frozenset(roles)
     title = "+".join(role for role in ProcessRole if role in roles)
@@ -212,8 +213,6 @@ def boot(
 @contextlib.contextmanager
 def starting(runtime: PluginRuntime) -> Iterator[None]:
     """Tell this process's hooks that ``runtime`` begins its work, and should the body fail, that it ended."""
-    from hardpoint.plugins import HookRunner
-
     HookRunner.from_runtime(runtime).start(runtime)
     try:
         yield
@@ -224,8 +223,6 @@ def starting(runtime: PluginRuntime) -> Iterator[None]:
 
 def announce_stop(runtime: PluginRuntime) -> None:
     """Last act of an orderly end: tell this process's hooks. Idempotent."""
-    from hardpoint.plugins import HookRunner
-
     HookRunner.from_runtime(runtime).stop(runtime)
 
 

@@ -181,8 +181,3 @@ class AppConfig(_Section):
         if not self.engines:
             raise ValueError("no model is configured; name one")
         return self
-
-    @classmethod
-    def single(cls, engine: EngineConfig, **settings: Any) -> AppConfig:
-        """An instance with one engine, under its served name."""
-        return cls(engines={engine.model.served_name or engine.model.name: engine}, **settings)
