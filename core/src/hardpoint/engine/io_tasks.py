@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,10 +15,10 @@ from hardpoint.interfaces.engine import EngineClient, ModelLimits, RequestOption
 from hardpoint.interfaces.io_processor import IOProcessor, IORequest
 from hardpoint.interfaces.request import FinishReason, OutputKind
 
+Finish = Callable[[Sequence[RequestOutput]], Any]
 
-def start_task(
-    processor: IOProcessor | None, data: Any, limits: ModelLimits
-) -> tuple[list[IORequest], Callable[[Sequence[RequestOutput]], Any]]:
+
+def start_task(processor: IOProcessor | None, data: Any, limits: ModelLimits) -> tuple[list[IORequest], Finish]:
     """The prompts, and what makes the result of their outputs.
 
     Raises ``InvalidRequestError`` without a processor, for data that it refuses, and for more prompts than allowed.
@@ -29,15 +28,15 @@ def start_task(
         raise InvalidRequestError(message, param="model", code="no_io_processor")
     requests = list(processor.parse(data))
     validate_batch(len(requests), max((request.params.n for request in requests), default=1), limits)
-    return requests, partial(_finish, processor, requests)
 
+    def finish(outputs: Sequence[RequestOutput]) -> Any:
+        for output in outputs:
+            if any(sequence.finish_reason is FinishReason.ERROR for sequence in output.outputs):
+                message = output.error or "the request failed in the engine"
+                raise InvalidRequestError(message, code="request_failed", status=500)
+        return processor.finish(requests, outputs)
 
-def _finish(processor: IOProcessor, requests: list[IORequest], outputs: Sequence[RequestOutput]) -> Any:
-    for output in outputs:
-        if any(sequence.finish_reason is FinishReason.ERROR for sequence in output.outputs):
-            message = output.error or "the request failed in the engine"
-            raise InvalidRequestError(message, code="request_failed", status=500)
-    return processor.finish(requests, outputs)
+    return requests, finish
 
 
 async def process_task(
