@@ -253,9 +253,9 @@ def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: Eng
             stated = manifest.capabilities[BLOCK_SIZES_CAPABILITY]
             rules[planned.name] = BlockSizeRule.from_capability(stated, planned.label)
     if not rules and settings.preferred_block_size is None:
+        named = ", ".join(candidates) or "none"
         raise ConfigError(
-            f"platform {platform.name!r} prefers no KV block size, and no manifest of its attention backends "
-            f"({', '.join(candidates) or 'none'}) states any; set --block-size"
+            f"neither {platform.name!r} nor a manifest ({named}) states a KV block size; set --block-size"
         )
     chosen = smallest_block_size(rules, settings.preferred_block_size or 1)
     why = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"

@@ -122,13 +122,11 @@ class Platform(ABC):
             fault = f"platform {type(self).name!r} has no attribute {name!r}"
             if not (name.startswith("__") and name.endswith("__")):
                 framework = sys.modules.get(_FRAMEWORK)
-                if framework is None:
-                    fault += f", and {_FRAMEWORK}, which might have it, is not loaded in this process"
-                else:
-                    namespace = getattr(framework, type(self).device_type, None)
-                    if hasattr(namespace, name):
-                        return getattr(namespace, name)
-                    fault += f", and neither has {_FRAMEWORK}.{type(self).device_type}"
+                namespace = getattr(framework, type(self).device_type, None)
+                if hasattr(namespace, name):
+                    return getattr(namespace, name)
+                absent = f", and {_FRAMEWORK}, which might have it, is not loaded in this process"
+                fault += absent if framework is None else f", and neither has {_FRAMEWORK}.{type(self).device_type}"
             raise AttributeError(fault, name=name, obj=self)
 
     @property
