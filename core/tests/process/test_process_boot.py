@@ -99,6 +99,17 @@ def test_hooks_come_before_the_platform_and_both_before_any_work(site: Path) -> 
     ]
 
 
+def test_a_second_boot_in_one_process_runs_no_hook_twice(site: Path) -> None:
+    """R12.12, R12.13."""
+    data = plan(site).to_bytes()
+    first, second = boot(data, {ProcessRole.ENGINE}), boot(data, {ProcessRole.WORKER}, rank=0)
+    assert seen() == [("hooks", None), ("booting", ["engine"], None), ("started", ["engine"], None)]
+    announce_stop(first)
+    assert seen()[-1] != "stopping"
+    announce_stop(second)
+    assert seen()[3:] == ["stopping"]
+
+
 def test_a_named_platform_wins_and_none_chosen_means_none(site: Path) -> None:
     data = plan(site).to_bytes()
     assert boot(data, {ProcessRole.API}).platform is None
