@@ -59,6 +59,7 @@ def test_it_imports_and_carries_its_type_marker(scratch: Path) -> None:
 
 
 def test_torch_is_not_there(scratch: Path) -> None:
+    """L12.12."""
     done = run([scratch / "venv/bin/python", "-c", "import torch"], scratch)
     assert "ModuleNotFoundError" in done.stderr
 
@@ -75,6 +76,7 @@ def test_plugins_doctor_tells_what_is_missing_without_failing_itself(scratch: Pa
 
 
 def test_the_core_passes_its_own_tests(scratch: Path) -> None:
+    """I12.6."""
     install(scratch, f"{wheel(scratch)}[server,testing]", *TEST_TOOLS)
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
     succeed([scratch / "venv/bin/python", "-m", "pytest", *options, ROOT / "core/tests"], scratch)

@@ -73,6 +73,7 @@ def _device_names(node: ast.expr) -> list[str]:
 
 
 def test_core_and_model_code_know_no_device_by_name() -> None:
+    """R12.19."""
     found = {
         path.relative_to(ROOT).as_posix(): faults(path.read_text(encoding="utf-8"))
         for distribution in distributions()
@@ -103,6 +104,7 @@ def test_core_and_model_code_know_no_device_by_name() -> None:
     ],
 )
 def test_each_fault_is_caught(source: str) -> None:
+    """R12.19."""
     assert faults(source)
 
 

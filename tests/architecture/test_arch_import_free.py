@@ -37,6 +37,7 @@ def modules_after(source: str) -> tuple[int, set[str]]:
     "arguments", [["--version"], ["--help"], ["plugins", "list"], ["plugins", "--help"]], ids=" ".join
 )
 def test_command_imports_neither_torch_nor_plugins(arguments: list[str]) -> None:
+    """L12.9."""
     status, names = modules_after(SCRIPT.format(arguments=arguments))
     assert status == 0
     assert names & FORBIDDEN == set()
@@ -52,6 +53,7 @@ def test_importing_the_package_and_its_interfaces_is_as_light() -> None:
 
 
 def test_version_is_told_within_its_budget() -> None:
+    """L12.8."""
     times = []
     for _ in range(3):
         start = time.perf_counter()

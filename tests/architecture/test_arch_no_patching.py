@@ -85,6 +85,7 @@ def patches_below(folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("distribution", distributions(), ids=lambda dist: dist.name)
 def test_nothing_patches(distribution: Distribution) -> None:
+    """L12.13."""
     assert patches_below(distribution.source) == {}
 
 
@@ -128,6 +129,6 @@ def test_other_assignments_pass(source: str) -> None:
 
 
 def test_there_is_no_interface_that_patches_by_path() -> None:
-    """No public name promises it, here or in the torch runtime."""
+    """L12.13: no public name promises it, here or in the torch runtime."""
     surface = (ROOT / "tests/architecture/public_surface.txt").read_text(encoding="utf-8").lower()
     assert "patch" not in surface.replace("dispatch", "")

@@ -36,7 +36,7 @@ def tokens(llm: LLM) -> list[int]:
 
 
 def test_its_tokens_are_those_of_the_cpu(model: str, site: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """R12.39: the block size, too, comes from what the attention backend states."""
+    """R12.39, R12.30, L12.23: the block size, too, comes from what the attention backend states."""
     with LLM(model, platform="cpu", num_kv_blocks=64) as llm:
         wanted = tokens(llm)
     with caplog.at_level(logging.INFO, "hardpoint.launch"):

@@ -169,7 +169,7 @@ def test_what_cannot_be_used_stops_the_start(model: Path, site: Callable[..., An
 
 
 def test_a_namespace_that_is_anothers_names_its_owner(model: Path, site: Callable[..., Any]) -> None:
-    """Lesson: duplicate operator registration."""
+    """L12.26: duplicate operator registration."""
     site("acme-near", "near", namespace="acme_near_by")
     site("acme-near-by", "nearby")
     with pytest.raises(PluginConflictError, match="acme-near-by defines .* the namespace of acme-near;"):
@@ -177,7 +177,7 @@ def test_a_namespace_that_is_anothers_names_its_owner(model: Path, site: Callabl
 
 
 def test_engines_with_different_kernels_have_different_fingerprints(model: Path, site: Callable[..., Any]) -> None:
-    """Lesson: cache keys ignore plugin kernels."""
+    """L12.22: cache keys ignore plugin kernels."""
     site("acme-marked", "marked")
     roles = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
     choices: list[dict[str, Any]] = [{}, {"kernel_overrides": {"silu_and_mul": "marked_gate"}}]

@@ -148,7 +148,7 @@ def test_all_together_the_doctor_is_content(crowded: Path, model: Path) -> None:
 
 
 def test_all_together_the_tokens_are_the_same(crowded: Path, model: Path, plain: list[int], tmp_path: Path) -> None:
-    """Platform, scheduler, attention, hooks and IO processor of examples in one engine."""
+    """R12.5, P12.12: platform, scheduler, attention, hooks and IO processor of examples in one engine."""
     calm = [use for use in USES.values() if use.same]
     flags = [flag for use in calm for flag in flags_of(use, tmp_path)]
     environ = {name: value for use in calm for name, value in use.environ.items()}
@@ -159,7 +159,7 @@ def test_all_together_the_tokens_are_the_same(crowded: Path, model: Path, plain:
 
 
 def test_all_together_the_end_to_end_tests_pass(crowded: Path, tmp_path: Path) -> None:
-    """The project's own end-to-end tests, run in the environment that holds every example."""
+    """P12.12: the project's own end-to-end tests, run in the environment that holds every example."""
     command = [str(crowded), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [f"--basetemp={tmp_path / 'files'}", str(ROOT / "tests/end_to_end")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)

@@ -101,6 +101,7 @@ def test_every_distribution_has_a_row() -> None:
 
 @EACH
 def test_without_it_the_core_starts_and_tells(distribution: Distribution, pythons: Mapping[str, Path]) -> None:
+    """I12.6."""
     done = run_process(distribution.package, command=[str(pythons[distribution.name]), "-c", START_UP])
     assert done.status == 0, done.err
     is_gone, told_version, told_help, told_list, told_doctor = json.loads(done.out)
@@ -129,6 +130,7 @@ def required_kinds(distribution: Distribution) -> list[str]:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_needs_it_names_what_to_install(name: str, pythons: Mapping[str, Path], model: Path) -> None:
+    """I12.6."""
     require_named(hardpoint(pythons[name], NEEDS[name].command, model), NEEDS[name])
 
 

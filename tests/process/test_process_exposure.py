@@ -117,12 +117,14 @@ def test_without_a_key_nothing_answers(keyed: ServerProcess, method: str, path: 
 
 @pytest.mark.parametrize("path", ["/live", "/ready"])
 def test_only_the_probes_answer_without(keyed: ServerProcess, path: str) -> None:
+    """L12.25."""
     assert raw(keyed, "GET", path).status_code == 200
     assert raw(keyed, "HEAD", path).status_code in (200, 405)
 
 
 @pytest.mark.parametrize("key", [KEY, FILE_KEY])
 def test_each_key_opens_every_route(keyed: ServerProcess, key: str) -> None:
+    """L12.25."""
     for method, path in ROUTES:
         assert raw(keyed, method, path, authorization=f"Bearer {key}").status_code in (200, 415), path
     with keyed.sdk(api_key=key) as sdk:

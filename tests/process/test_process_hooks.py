@@ -132,7 +132,7 @@ def test_the_worker_process(trace: Trace, log: str, tiny: Path) -> None:
 
 
 def test_hooks_boot_before_platform_and_framework_everywhere(trace: Trace, log: str) -> None:
-    """Lesson: vendors resort to ``.pth`` files because their code runs too late."""
+    """L12.7: vendors resort to ``.pth`` files because their code runs too late."""
     booting = [call for call in trace.calls() if call.hook in ("created", "process_booting", "configure")]
     assert {call.where for call in booting} == {"launcher", "engine", "worker"}
     assert [call.frameworks for call in booting] == [[]] * 7
@@ -275,7 +275,7 @@ def test_a_broken_plugin_is_told_of_once_and_the_others_go_on(tmp_path: Path, ti
 
 @pytest.mark.parametrize("asked", [("--strict-plugins",), ("--plugin", "hooks.torn.key=1")])
 def test_strict_or_named_it_stops_the_start(tmp_path: Path, tiny: Path, asked: tuple[str, ...]) -> None:
-    """R12.15: before anything else is done."""
+    """R12.15, L12.4: before anything else is done."""
     trace = install_trace(tmp_path)
     install_broken(trace)
     done = generate(trace, tiny, *asked)

@@ -57,10 +57,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> ImportSpy:
 
 
 def test_the_spy_watches_a_plugin_of_every_kind(served: ImportSpy) -> None:
+    """R12.5."""
     assert {plugin.kind for plugin in discover([str(served.site)]).plugins} == set(KINDS)
 
 
 def test_a_server_s_processes_load_only_what_is_theirs(served: ImportSpy) -> None:
+    """R12.3."""
     assert_within_policy(served, ROLES)
     for where, kinds in EXPECTED.items():
         assert kinds - served.kinds(where) == set(), where
@@ -89,6 +91,7 @@ def test_each_module_is_imported_once_in_a_process(served: ImportSpy) -> None:
     "command", [("--version",), ("--help",), ("plugins", "list"), ("plugins", "list", "--json"), ("serve", "--help")]
 )
 def test_commands_that_read_metadata_import_no_plugin(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """L12.9."""
     spy = install_import_spy(tmp_path)
     assert run_process(*command, environ=spy.environ).status == 0
     assert spy.imports() == []

@@ -99,6 +99,7 @@ def test_where_all_are_equal_the_worker_reads_the_weights(tmp_path: Path, tiny: 
 
 
 def test_a_worker_with_another_version_stops_the_start(tmp_path: Path, tiny: Path) -> None:
+    """L12.5."""
     swap = swapped(tmp_path, tiny, "engine", "2.0")
     said = generate(tiny, swap)
     assert said.startswith("hardpoint: PluginMismatchError: process "), said
@@ -110,6 +111,7 @@ def test_a_worker_with_another_version_stops_the_start(tmp_path: Path, tiny: Pat
 
 
 def test_a_worker_without_the_plugin_stops_the_start(tmp_path: Path, tiny: Path) -> None:
+    """L12.5."""
     swap = swapped(tmp_path, tiny, "engine", "")
     said = generate(tiny, swap)
     assert "(worker, rank 0) differs from the plan: hooks:swap (swap-part 1.0) is not installed here" in said, said
@@ -134,7 +136,7 @@ def test_one_process_alone_has_nothing_to_differ_from(tmp_path: Path, tiny: Path
     ("behind", "process"), [("api", "(engine+worker) differs"), ("engine", "(worker, rank 0) differs")]
 )
 def test_a_server_ends_with_the_difference(tmp_path: Path, tiny: Path, behind: str, process: str) -> None:
-    """The engine is compared with the launcher's plan, and so is each worker; both are told where people look."""
+    """L12.5: the engine is compared with the launcher's plan, so is each worker; both are told where people look."""
     swap = swapped(tmp_path, tiny, behind, "2.0")
     flags = ("--executor", "multiproc", "--num-kv-blocks", "4096")
     server = ServerProcess(tiny, *flags, environ=swap.environ)

@@ -68,7 +68,7 @@ def launch(script: dict[str, Any] | None = None, **settings: Any) -> Launch:
 
 
 def test_neither_argument_nor_model_names_one_so_none_is_loaded() -> None:
-    """R12.44."""
+    """R12.44, R12.45."""
     started = launch()
     assert started.spec.io_processor is None
     assert Frontend.from_spec(started.spec, started.runtime).io_processor is None

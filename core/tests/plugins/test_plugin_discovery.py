@@ -44,6 +44,7 @@ def test_other_groups_and_names_inside_values_are_ignored(site: Site) -> None:
     ],
 )
 def test_foreign_groups_are_refused_with_the_reason(site: Site, group: str, reason: str) -> None:
+    """L12.11."""
     site.install("acme", {f"{group}|sjf": "acme_absent:create"})
     found = site.discover()
     assert found.plugins == ()
@@ -77,6 +78,7 @@ def test_extras_in_a_value_are_accepted(site: Site) -> None:
     ],
 )
 def test_the_required_core_range_is_checked_before_import(site: Site, requirement: str, accepted: bool) -> None:
+    """L12.11."""
     site.install("acme", {"hooks:x": "acme:create"}, requires=["numpy", requirement])
     found = site.discover(core_version="0.4.0")
     assert bool(found.plugins) is accepted
@@ -100,7 +102,7 @@ def test_the_first_folder_on_the_path_wins_and_the_double_is_reported(site: Site
 
 
 def test_stale_metadata_beside_the_real_one_is_reported(site: Site) -> None:
-    """Lesson: stale metadata shadows the real entry point."""
+    """L12.2: stale metadata shadows the real entry point."""
     site.install("acme", {"hooks:x": "acme:create"}, version="2.0")
     site.install("acme", {}, version="1.0")
     found = site.discover()
@@ -109,6 +111,7 @@ def test_stale_metadata_beside_the_real_one_is_reported(site: Site) -> None:
 
 
 def test_a_stale_release_without_plugins_ahead_on_the_path_is_reported(site: Site, tmp_path: Path) -> None:
+    """L12.2."""
     ahead = type(site)(tmp_path / "ahead")
     ahead.install("acme", {}, version="0.1")
     site.install("acme", {"hooks:x": "acme:create"}, version="1.0")
@@ -147,7 +150,7 @@ def test_egg_info_is_read_too_and_unlistable_path_entries_are_passed_over(site: 
 
 
 def test_each_metadata_file_is_opened_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson: one scan, not one per group. Only plugin distributions have their METADATA read."""
+    """L12.8: one scan, not one per group. Only plugin distributions have their METADATA read."""
     for number in range(30):
         site.install(f"plain-{number}", {"console_scripts|x": "a:b"})
     for number in range(5):

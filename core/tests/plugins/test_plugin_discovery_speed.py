@@ -56,7 +56,7 @@ def run(code: str) -> tuple[float, str]:
 
 
 def test_discovery_takes_its_budget_over_the_bare_interpreter(crowd: Site) -> None:
-    """Both are measured in turns and the best of each counts."""
+    """L12.8: both are measured in turns and the best of each counts."""
     code = DISCOVER.format(path=str(crowd.root))
     expected = sum(number % 4 + 1 for number in range(NUM_DISTRIBUTIONS) if number % 2)
     assert int(run(code)[1]) == expected
@@ -70,6 +70,7 @@ def test_discovery_takes_its_budget_over_the_bare_interpreter(crowd: Site) -> No
 
 
 def test_listing_a_crowd_imports_none_of_it(crowd: Site) -> None:
+    """L12.8, L12.9."""
     _, out = run(LIST.format(path=str(crowd.root)))
     assert "crowd_299" in out
     assert out.splitlines()[-1] == "LOADED [] 0"

@@ -48,6 +48,7 @@ def test_a_complete_installation_has_no_problems(site: Site) -> None:
 
 
 def test_an_empty_installation_names_what_to_install(site: Site) -> None:
+    """R12.6."""
     report = examine(site)
     assert len(report.problems) == sum(spec.required for spec in KINDS.values())
     assert all("install a distribution that provides the entry point hardpoint." in text for text in report.problems)
@@ -65,6 +66,7 @@ def test_a_broken_platform_is_a_problem(site: Site) -> None:
 
 
 def test_refusals_doubles_and_denials_are_explained(site: Site) -> None:
+    """L12.2."""
     complete(site)
     site.install("acme-a", {"hooks:audit": "a:b", "endpoint:chat": "a:b", "hardpoint.hooks.v7|new": "a:b"})
     site.install("acme-b", {"scheduler:late": "a:b"}, requires=["hardpoint-core>=99"])
@@ -169,7 +171,7 @@ def test_the_commands_print_json_and_heed_the_environment(
 
 
 def test_listing_imports_no_plugin_and_no_framework(site: Site) -> None:
-    """Lesson: command-line help and lists read metadata only."""
+    """L12.9: command-line help and lists read metadata only."""
     complete(site)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"

@@ -314,7 +314,7 @@ def test_a_start_that_fails_ends_what_it_began(site: Site, seen: list[Any]) -> N
 
 
 def test_a_forked_child_boots_its_own_hooks(site: Site, seen: list[Any]) -> None:
-    """Lesson: fork inherits the loaded flag, so per-process initialization never runs."""
+    """L12.6: fork inherits the loaded flag, so per-process initialization never runs."""
     runtime = runtime_for(site, ProcessRole.WORKER)
     parents = HookRunner.from_runtime(runtime)
     read, write = os.pipe()

@@ -59,6 +59,7 @@ def test_the_environment_gives_list_and_strictness_unless_set_explicitly() -> No
 
 
 def test_the_list_governs_what_loads_by_being_installed() -> None:
+    """R12.8."""
     plan = plan_of(found("hooks", "a"), found("stat_logger", "b"), found("scheduler", "c"), allow=("a",))
     assert [p.name for p in plan.plugins if p.active] == ["a"]
     assert [(r.name, r.reason) for r in plan.refused] == [("b", "not on the list HARDPOINT_PLUGINS")]
@@ -72,7 +73,7 @@ def test_naming_a_plugin_is_its_permission() -> None:
 
 
 def test_an_unknown_name_on_the_list_is_an_error() -> None:
-    """Lesson: an unknown allow-list name is silent."""
+    """L12.2: an unknown allow-list name is silent."""
     with pytest.raises(PluginNotFoundError, match=r"'audti' on the list HARDPOINT_PLUGINS .*did you mean 'audit'"):
         plan_of(found("hooks", "audit"), allow=("audti",))
 
@@ -128,12 +129,13 @@ def test_required_tasks_of_the_manifest_decide(site: Site, tasks: tuple[str, ...
 
 
 def test_two_distributions_with_one_name_are_an_error_that_names_both() -> None:
-    """R12.11; lesson: same name twice, last wins."""
+    """R12.11, L12.18; lesson: same name twice, last wins."""
     with pytest.raises(PluginConflictError, match=r"claim hooks:x: a 1.0 at /a, b 1.0 at /b; pin one"):
         plan_of(found("hooks", "x", "a"), found("hooks", "x", "b"))
 
 
 def test_a_pin_settles_it() -> None:
+    """L12.18."""
     plugins = (found("hooks", "x", "a"), found("hooks", "x", "b"))
     plan = plan_of(*plugins, pins=parse_pins(["hooks:x=b"]))
     assert [p.distribution for p in plan.of("hooks")] == ["b"]
@@ -169,7 +171,7 @@ def test_the_only_candidate_of_a_choose_one_kind_is_taken() -> None:
 
 
 def test_of_several_candidates_the_operator_must_name_one() -> None:
-    """Lesson: two platforms, two compilers active."""
+    """L12.19: two platforms, two compilers active."""
     plugins = (found("scheduler", "a"), found("scheduler", "b", "other"))
     with pytest.raises(PluginConflictError, match=r"scheduler:a .acme 1.0., scheduler:b .*--scheduler"):
         plan_of(*plugins).selected("scheduler")
@@ -227,6 +229,7 @@ def manifest_site(site: Site) -> None:
 
 
 def test_unknown_options_fail_in_the_launcher_with_a_suggestion(site: Site) -> None:
+    """L12.15."""
     manifest_site(site)
     with pytest.raises(ConfigError, match=r"plugins\.scheduler\.sjf\.windwo .did you mean 'window'"):
         site.plan(options={"scheduler": {"sjf": {"windwo": 3}}})

@@ -53,7 +53,7 @@ def test_a_fallback_serves_where_nothing_else_is(site: Site) -> None:
 
 
 def test_broken_hardware_never_becomes_the_fallback(site: Site) -> None:
-    """Lesson: a platform's failed registration is swallowed and the server silently runs on CPU."""
+    """L12.1: a platform's failed registration is swallowed and the server silently runs on CPU."""
     install(site, "gpu", "BROKEN")
     install(site, "host", "AVAILABLE", fallback=True)
     with pytest.raises(PluginLoadError, match=r"platform gpu is broken .*because of gpu.*--platform"):
@@ -70,12 +70,14 @@ def test_broken_hardware_never_becomes_the_fallback(site: Site) -> None:
     ],
 )
 def test_a_raising_probe_is_broken(site: Site, source: str, reason: str) -> None:
+    """L12.1."""
     install(site, "gpu", "", probe=source)
     with pytest.raises(PluginLoadError, match=reason):
         select(site)
 
 
 def test_an_import_failure_is_broken_and_so_is_a_missing_probe(site: Site) -> None:
+    """L12.1."""
     site.install("plat-x", {"platform:x": "plat_x:create"}, modules={"plat_x": "import hardpoint_absent_module"})
     with pytest.raises(PluginLoadError, match="platform x is broken .*No module named"):
         select(site)
@@ -85,7 +87,7 @@ def test_an_import_failure_is_broken_and_so_is_a_missing_probe(site: Site) -> No
 
 
 def test_two_available_platforms_need_a_name(site: Site) -> None:
-    """R12.26 as amended: no platform outranks another for where it came from."""
+    """R12.26 as amended, L12.19: no platform outranks another for where it came from."""
     install(site, "one", "AVAILABLE")
     install(site, "two", "AVAILABLE")
     install(site, "host", "AVAILABLE", fallback=True)

@@ -74,6 +74,7 @@ def install(site: Site, distribution: str, kind: str, name: str, source: str) ->
 
 
 def test_create_passes_context_and_options(site: Site) -> None:
+    """L12.15."""
     install(site, "acme-good", "scheduler", "sjf", GOOD)
     runtime = start(site, {ProcessRole.ENGINE, ProcessRole.WORKER}, 3, options={"scheduler": {"sjf": {"window": "4"}}})
     access: PluginAccess = runtime
@@ -128,6 +129,7 @@ def test_options_are_checked_where_the_plugin_loads(site: Site) -> None:
     ],
 )
 def test_a_failure_names_plugin_distribution_process_and_cause(site: Site, source: str, cause: str) -> None:
+    """L12.4."""
     install(site, "acme-bad", "scheduler", "sjf", source)
     runtime = start(site, {ProcessRole.ENGINE})
     for _ in range(2):  # P12.3: a second attempt meets the same failure, not a half-loaded plugin
@@ -195,7 +197,7 @@ def test_names_and_candidates(site: Site) -> None:
 
 
 def test_a_differing_version_stops_the_process(site: Site) -> None:
-    """Each differing plugin is named with the process and both versions, before anything is imported."""
+    """L12.5: each differing plugin is named with the process and both versions, before anything is imported."""
     install(site, "acme-a", "worker", "w", GOOD)
     discovery = site.discover()
     plan = build_plan(discovery, PluginSelection())
@@ -235,7 +237,7 @@ def test_a_process_scans_for_itself_by_default(site: Site) -> None:
 
 
 def test_create_all_quarantines_the_merely_installed_and_says_so(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """R12.10, R12.14, R12.16, P12.1, P12.2: others go on, and one visible line tells of the failures."""
+    """R12.10, R12.14, R12.16, P12.1, P12.2, L12.4: others go on, and one visible line tells of the failures."""
     install(site, "acme-1", "hooks", "one", GOOD)
     install(site, "acme-2", "hooks", "two", BAD_IMPORT)
     install(site, "acme-3", "hooks", "three", BAD_FACTORY)
@@ -259,7 +261,7 @@ def test_create_all_quarantines_the_merely_installed_and_says_so(site: Site, cap
 
 @pytest.mark.parametrize("selection", [{"strict": True}, {"choices": {"hooks": ("two",)}}])
 def test_strict_or_named_failures_stop_the_start(site: Site, selection: dict[str, Any]) -> None:
-    """R12.15"""
+    """R12.15, L12.4"""
     install(site, "acme-1", "hooks", "one", GOOD)
     install(site, "acme-2", "hooks", "two", BAD_IMPORT)
     with pytest.raises(PluginLoadError, match="hooks:two"):
@@ -275,7 +277,7 @@ def test_create_all_runs_once_per_process(site: Site) -> None:
 
 
 def test_a_fork_activates_again(site: Site) -> None:
-    """Lesson: fork inherits the loaded flag, so per-process initialization never runs."""
+    """L12.6: fork inherits the loaded flag, so per-process initialization never runs."""
     install(site, "acme-1", "hooks", "one", GOOD + "import os\npids = []\n")
     runtime = start(site)
     parent = runtime.create_all("hooks")["one"]
@@ -313,7 +315,7 @@ def test_declared_tasks_decide_without_a_manifest(site: Site, tasks: tuple[str, 
 
 
 def test_a_failing_endpoint_stops_the_start(site: Site) -> None:
-    """A listed endpoint was asked for, so its routes may not be missing silently."""
+    """R12.52: a listed endpoint was asked for, so its routes may not be missing silently."""
     install(site, "acme-e", "endpoint", "chat", BAD_FACTORY)
     with pytest.raises(PluginLoadError, match="no luck"):
         start(site, endpoints=("chat",)).create_all("endpoint")
@@ -328,6 +330,7 @@ def test_no_endpoint_code_is_imported_unless_listed(site: Site, endpoints: tuple
 
 
 def test_quarantine_follows_the_policy(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """L12.4."""
     install(site, "acme-1", "hooks", "one", GOOD)
     runtime = start(site)
     runtime.create_all("hooks")
@@ -393,7 +396,7 @@ def digest(*plugins: PlannedPlugin) -> str:
 
 
 def test_the_fingerprint_covers_what_computes() -> None:
-    """Lesson: the compile cache key ignores plugin kernels."""
+    """L12.22: the compile cache key ignores plugin kernels."""
     base = planned("attention_backend", "a")
     assert digest(base) == digest(base)
     assert digest(base) == digest(base, planned("tool_parser", "t"), planned("scheduler", "unchosen"))
@@ -404,7 +407,7 @@ def test_the_fingerprint_covers_what_computes() -> None:
 
 
 def test_naming_another_kernel_changes_the_fingerprint(site: Site) -> None:
-    """Two engines with different overrides or operators may share no cache."""
+    """L12.22: two engines with different overrides or operators may share no cache."""
     for kind, name in (("worker", "w"), ("kernel_override", "a"), ("kernel_override", "b"), ("custom_op", "ops")):
         install(site, f"acme-{kind}-{name}", kind, name, GOOD)
     choices: list[dict[str, Any]] = [

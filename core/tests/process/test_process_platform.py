@@ -54,6 +54,7 @@ def plan(site: Path) -> PluginPlan:
 
 @pytest.mark.parametrize("roles", ROLES)
 def test_every_process_creates_the_plans_platform(plan: PluginPlan, roles: set[ProcessRole]) -> None:
+    """R12.29."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, plan.to_bytes().hex(), ",".join(roles)],
         capture_output=True,
@@ -77,7 +78,7 @@ def test_every_process_creates_the_plans_platform(plan: PluginPlan, roles: set[P
 def test_a_process_with_another_platform_stops(
     site: Path, plan: PluginPlan, roles: set[ProcessRole], file: str, old: str, new: str, told: str
 ) -> None:
-    """Before the platform is created, naming the process and what differs."""
+    """R12.29: before the platform is created, naming the process and what differs."""
     path = next(site.glob("*.dist-info")) / file
     path.write_text(path.read_text().replace(old, new))
     importlib.invalidate_caches()

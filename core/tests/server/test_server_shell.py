@@ -149,7 +149,7 @@ class OneRoute(Endpoint):
     ],
 )
 def test_colliding_routes_refuse_the_start(first: str, second: str) -> None:
-    """R12.54: both endpoints are named."""
+    """R12.54, L12.25: both endpoints are named."""
     with pytest.raises(PluginConflictError, match="endpoint 'two' claims .*endpoint 'one'"):
         make_app(endpoints={"one": OneRoute(first), "two": OneRoute(second)})
 

@@ -182,4 +182,5 @@ MUTANTS: dict[type[SayEndpoint], str] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_fails(mutant: type[SayEndpoint]) -> None:
+    """L12.25."""
     assert MUTANTS[mutant] in run_suite(make_suite(mutant), only=MUTANTS[mutant]).failed

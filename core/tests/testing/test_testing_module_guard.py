@@ -82,6 +82,7 @@ def test_nothing_changed(guard: ModuleGuard, module: Any) -> None:
     ],
 )
 def test_a_replacement_is_named(guard: ModuleGuard, module: Any, owner: str, name: str, value: Any) -> None:
+    """L12.13."""
     setattr(getattr(module, owner) if owner else module, name, value)
     expected = ".".join(part for part in ("guarded_package.part", owner, name) if part)
     assert expected in guard.changes()

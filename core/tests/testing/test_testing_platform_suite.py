@@ -342,7 +342,7 @@ def install(site: Path, **changes: str) -> None:
 
 
 def test_a_sound_installed_platform_passes(site: Path) -> None:
-    """R12.30: a toy platform from outside the tree passes the whole suite."""
+    """R12.30, L12.23: a toy platform from outside the tree passes the whole suite."""
     install(site)
     outcome = run_suite(AcmeSuite)
     assert outcome.failed == {}
@@ -351,6 +351,7 @@ def test_a_sound_installed_platform_passes(site: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "test"), INSTALLED_MUTANTS)
 def test_each_installed_mutant_is_caught(site: Path, changes: dict[str, str], test: str) -> None:
+    """L12.10."""
     install(site, **changes)
     assert test in run_suite(AcmeSuite, only=test).failed
 

@@ -90,7 +90,7 @@ def test_a_faulty_one_fails_the_rule(site: Path, rule: str) -> None:
 
 @pytest.mark.parametrize("patch", PATCHES)
 def test_side_effects_at_import_are_found(site: Path, patch: str) -> None:
-    """R12.13, P12.4."""
+    """R12.13, P12.4, L12.13."""
     install(site, prelude=patch)
     assert set(run_suite(AcmeSuite).failed) == {"test_importing_it_changes_nothing"}
 

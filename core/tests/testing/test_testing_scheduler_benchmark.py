@@ -59,7 +59,7 @@ def test_proportional_work_is_not_steep() -> None:
 
 
 def test_quadratic_work_is_visible_in_the_lines() -> None:
-    """Counted, not timed: the same on a busy machine."""
+    """L12.21: counted, not timed: the same on a busy machine."""
     benchmark = measure(make_quadratic, counts=(8, 32), num_steps=4, rounds=1)
     assert benchmark.growth > 1.5
     assert benchmark.is_steep
@@ -143,6 +143,7 @@ def test_unknown_names_and_senseless_numbers_are_refused(capsys: pytest.CaptureF
 
 
 def test_the_kit_reports_figures_without_judging_them() -> None:
+    """L12.21."""
     class Suite(SchedulerSuite):
         def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
             return make_quadratic(ctx)

@@ -158,6 +158,7 @@ DECLARED = {
 
 @pytest.mark.parametrize("capability", DECLARED)
 def test_a_capability_that_is_only_declared_fails(capability: str) -> None:
+    """L12.20."""
     suite = make_suite(FakeScheduler)
     setattr(suite, capability, True)
     assert DECLARED[capability] in run_suite(suite, only=DECLARED[capability]).failed

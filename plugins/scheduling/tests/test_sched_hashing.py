@@ -207,7 +207,7 @@ def test_a_cryptographic_hash_has_a_fixed_seed() -> None:
 
 
 def test_engines_with_different_plugins_share_no_blocks() -> None:
-    """Lesson: cache keys ignore plugin kernels. The operator's seed does not undo the difference."""
+    """L12.22: cache keys ignore plugin kernels. The operator's seed does not undo the difference."""
     for seed in (None, "1"):
         roots = {root_hash(Sha256(), seed, fingerprint=fingerprint) for fingerprint in ("", "a", "b")}
         assert len(roots) == 3

@@ -100,7 +100,7 @@ def fresh_ops() -> CustomOps:
 
 
 def test_registering_again_changes_nothing(registry: OperatorRegistry, distribution: str) -> None:
-    """R12.13: once or twice in a process is the same."""
+    """R12.13, L12.26: once or twice in a process is the same."""
     first = registry.register(fresh_ops(), distribution)
     again = registry.register(fresh_ops(), distribution)
     assert first.operators == again.operators
@@ -108,7 +108,7 @@ def test_registering_again_changes_nothing(registry: OperatorRegistry, distribut
 
 
 def test_a_forked_child_may_register_again(registry: OperatorRegistry, distribution: str) -> None:
-    """Lesson: fork inherits the loaded flag. The child inherits the registrations with it, so both agree."""
+    """L12.6: fork inherits the loaded flag. The child inherits the registrations with it, so both agree."""
     registry.register(fresh_ops(), distribution)
     child = os.fork()
     if child == 0:
@@ -165,7 +165,7 @@ def test_an_operator_named_twice_in_one_description_is_held_against_itself(
 
 
 def test_a_foreign_namespace_names_its_owner(registry: OperatorRegistry, distribution: str) -> None:
-    """Lesson: duplicate operator registration; a foreign redefinition names its owner."""
+    """L12.26: duplicate operator registration; a foreign redefinition names its owner."""
     registry.register(CustomOps((DOUBLED,)), f"{distribution}-fast")
     with pytest.raises(PluginConflictError, match=f"which is the namespace of {distribution}-fast"):
         registry.register(CustomOps((DOUBLED,), namespace=namespace_of(f"{distribution}-fast")), distribution)
