@@ -144,6 +144,7 @@ def test_unknown_names_and_senseless_numbers_are_refused(capsys: pytest.CaptureF
 
 def test_the_kit_reports_figures_without_judging_them() -> None:
     """L12.21."""
+
     class Suite(SchedulerSuite):
         def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
             return make_quadratic(ctx)
