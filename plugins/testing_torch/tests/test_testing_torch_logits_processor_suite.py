@@ -273,3 +273,19 @@ def test_without_an_affected_request_the_skip_says_what_to_set() -> None:
 
     outcome = run_suite(Unknown, only="test_rows_may_come_in_any_order")
     assert "set 'sampling'" in outcome.skipped["test_rows_may_come_in_any_order"]
+
+
+def test_one_that_acts_on_everybody_needs_no_class_of_its_own() -> None:
+    class AlwaysNear(NearTheBest):
+        def add(self, row: NewRow) -> bool:
+            self.distance[row.slot] = 0.5
+            return True
+
+    class Unknown(NearSuite):
+        sampling: ClassVar[Mapping[str, Any]] = {}
+        processor: ClassVar[type[LogitsProcessor]] = AlwaysNear
+
+    outcome = run_suite(Unknown)
+    assert outcome.failed == {}
+    assert "the same as sampling" in outcome.skipped["test_removing_ends_the_effect"]
+    assert "test_a_worker_runs_it" in outcome.passed

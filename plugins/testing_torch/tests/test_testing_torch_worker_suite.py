@@ -457,3 +457,16 @@ def test_what_is_switched_off_is_skipped() -> None:
     assert outcome.failed == {}
     assert len(outcome.skipped) == 10
     assert all("declares" in reason for reason in outcome.skipped.values())
+
+
+def test_a_worker_without_the_option_is_told_how_to_say_so() -> None:
+    class Other(WorkerSuite):
+        plugin: ClassVar[str | None] = "torch"
+        logits_processors_option: ClassVar[str | None] = "filters"
+
+        @classmethod
+        def create_checkpoint(cls, folder: Path) -> TinyModel:
+            return checkpoint()
+
+    rule = "test_logits_processors_are_applied"
+    assert "set logits_processors_option" in run_suite(Other, only=rule).failed[rule]

@@ -86,7 +86,13 @@ class LogitsProcessorSuite(PluginSuite):
         """Fields of a request that is left alone; skips the test where there is none."""
         if self.other_sampling is None:
             pytest.skip("the processor acts on every request (other_sampling is None)")
+        if self._left_alone is None:
+            pytest.skip("other_sampling is the same as sampling: set it to a request that is left alone, or to None")
         return self.other_sampling
+
+    @property
+    def _left_alone(self) -> Mapping[str, Any] | None:
+        return None if self.other_sampling == self.sampling else self.other_sampling
 
     def affected(self, *slots: int) -> LogitsProcessor:
         """A processor with a request that it acts on in each of ``slots``."""
@@ -130,8 +136,8 @@ class LogitsProcessorSuite(PluginSuite):
         """Both ways: an affected request is changed for some logits."""
         processor = self.affected(0)
         assert isinstance(self.fresh().add(self.row(0, self.sampling)), bool), "add() answers True or False"
-        if self.other_sampling is not None:
-            answer = processor.add(self.row(1, self.other_sampling))
+        if self._left_alone is not None:
+            answer = processor.add(self.row(1, self._left_alone))
             assert answer is False, f"add() answers {answer!r} for a request it leaves alone"
         changed = any(not torch.equal(self.apply(self.affected(0), probe, [0]), probe) for probe in self.probes()[:40])
         assert changed, "add() said that the request is affected, but its logits are never changed"
@@ -252,8 +258,8 @@ class LogitsProcessorSuite(PluginSuite):
 
     def _mixed(self) -> LogitsProcessor:
         processor = self.affected(0, 4)
-        if self.other_sampling is not None:
-            processor.add(self.row(1, self.other_sampling))
+        if self._left_alone is not None:
+            processor.add(self.row(1, self._left_alone))
         else:
             processor.add(self.row(1, self.sampling))
         return processor
@@ -269,13 +275,14 @@ class LogitsProcessorSuite(PluginSuite):
         driver = self.start_worker(tiny, recorder)
         is_random = {"temperature": 1.0, "seed": 1} if recorder.argmax_invariant else {"temperature": 0.0}
         driver.add("affected", self.prompt, sampling=SamplingParams(**{**is_random, **self.sampling}))
-        if self.other_sampling is not None:
-            driver.add("other", (9, 8, 7), sampling=SamplingParams(temperature=0.0, **self.other_sampling))
+        other = self._left_alone
+        if other is not None:
+            driver.add("other", (9, 8, 7), sampling=SamplingParams(temperature=0.0, **other))
         tokens = driver.generate(8)
         assert 0 in recorder.applied, "the worker never applied the processor to the request"
         if not recorder.argmax_invariant and not self.sampling.keys() - {"extensions"}:
             assert tokens["affected"] == self._by_hand(tiny), "the worker draws other tokens than the processor allows"
-        if self.other_sampling is not None and not self.other_sampling.keys() - {"extensions"}:
+        if other is not None and not other.keys() - {"extensions"}:
             check_greedy(tiny, (9, 8, 7), tokens["other"], "a request that the processor leaves alone")
         driver.finish("affected")
         driver.step()

@@ -103,6 +103,13 @@ class WorkerSuiteBase(PluginSuite):
     def create_worker(self, ctx: WorkerContext, options: Mapping[str, Any]) -> Worker:
         """The worker under test, as its factory makes it, with ``options`` added to those of the class."""
         record = self.runtime().load_factory(self.kind, self._name())
+        known = record.declaration.options.model_fields
+        unknown = ", ".join(options.keys() - known.keys())
+        if unknown:
+            pytest.fail(
+                f"the worker has no option {unknown!r}, only {', '.join(known) or 'none'}; "
+                "set logits_processors_option to the one that names its processors, or to None if it runs none"
+            )
         made: Worker = record.factory(ctx, record.declaration.options(**{**self.options, **options}))
         return made
 
