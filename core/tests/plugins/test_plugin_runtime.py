@@ -314,6 +314,20 @@ def test_declared_tasks_decide_without_a_manifest(site: Site, tasks: tuple[str, 
         assert (status.state, "it serves generate" in status.reason) == (PluginState.REFUSED, True)
 
 
+@pytest.mark.parametrize(("tasks", "loaded"), [(("generate", "embed"), True), (("embed",), False)])
+def test_a_plan_from_before_the_model_is_known_turns_no_endpoint_away(
+    site: Site, tasks: tuple[str, ...], loaded: bool
+) -> None:
+    """R12.49: the launcher reads manifests first and learns of the model's tasks later."""
+    source = GOOD.replace("options=Options", "options=Options, required_tasks=frozenset({'generate'})")
+    manifest = {"plugins": {"endpoint": {"chat": {"required_tasks": ["generate"]}}}}
+    modules = {"acme_e.mod": source.replace("{kind}", "endpoint")}
+    site.install("acme-e", {"endpoint:chat": "acme_e.mod:create"}, modules=modules, manifest=manifest)
+    runtime = start(site, {ProcessRole.API}, endpoints=("chat",))
+    runtime.plan = msgspec.structs.replace(runtime.plan, tasks=tasks)
+    assert bool(runtime.create_all("endpoint")) is loaded
+
+
 def test_a_failing_endpoint_stops_the_start(site: Site) -> None:
     """R12.52: a listed endpoint was asked for, so its routes may not be missing silently."""
     install(site, "acme-e", "endpoint", "chat", BAD_FACTORY)

@@ -187,7 +187,9 @@ class _Draft:
             if plugin.name not in (self.selection.endpoints or ()):
                 return f"not listed in {ENDPOINT_SETTING}"
             manifest = self._manifest(plugin)
-            return unmet_tasks(manifest.required_tasks, self.selection.tasks) if manifest else ""
+            if manifest is None or self.selection.tasks is None:  # Judged where the model is known.
+                return ""
+            return unmet_tasks(manifest.required_tasks, self.selection.tasks)
         if spec.cardinality is Cardinality.MANY and not permitted:
             return f"not on the list {ALLOW_VARIABLE}"
         return ""
