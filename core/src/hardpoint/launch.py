@@ -6,8 +6,10 @@ Everything that can be wrong with names and files is found here, in the launcher
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,7 @@ from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRul
 from hardpoint.interfaces.engine import ModelLimits
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.platform import EngineSettings, Platform
+from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.scheduler import SchedulerLimits
 from hardpoint.interfaces.tokenizer import TokenizerProvider
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
@@ -49,7 +52,6 @@ class Launch:
 
     spec: EngineSpec
     runtime: PluginRuntime
-    artifact: ModelArtifact
 
 
 def plugin_selection(
@@ -57,25 +59,15 @@ def plugin_selection(
 ) -> PluginSelection:
     """What the configuration asks of plugins. Unset choices stay open for the platform; only servers ask for routes."""
     execution, cache, model = engine.execution, engine.cache, engine.model
-    named = {
-        "platform": execution.platform,
-        "executor": execution.executor,
-        "attention_backend": execution.attention_backend,
-        "compiler": execution.compiler,
-        "quantization": model.quantization,
-        "weight_loader": model.loader,
-    }
+    named = {kind: getattr(execution, kind) for kind in ("platform", "executor", "attention_backend", "compiler")}
+    named |= {"quantization": model.quantization, "weight_loader": model.loader}
     policy = config.plugin_policy
     return PluginSelection.from_environment(
         environ,
         allow=policy.allow,
         endpoints=config.server.endpoints if serves else (),
         choices={kind: name for kind, name in named.items() if name is not None},
-        defaults={
-            "scheduler": engine.scheduler.scheduler,
-            "kv_layout": cache.kv_layout,
-            "hash": cache.hash_algorithm,
-        },
+        defaults={"scheduler": engine.scheduler.scheduler, "kv_layout": cache.kv_layout, "hash": cache.hash_algorithm},
         pins=parse_pins(policy.pins),
         options=config.plugins,
         strict=policy.strict,
@@ -162,14 +154,23 @@ def prepare(
         log_level=config.log_level,
         drain_timeout_s=config.server.drain_timeout_s,
     )
-    return Launch(spec, runtime, artifact)
+    return Launch(spec, runtime)
+
+
+def _create_each(
+    runtime: PluginRuntime, kind: str, only: str | None = None, context: type[PluginContext] = PluginContext
+) -> Iterator[tuple[str, Any]]:
+    """Each plugin of ``kind``, or ``only`` one, by name. Raises ``PluginNotFoundError`` when there is none."""
+    names = (only,) if only else runtime.names(kind)
+    if not names:
+        raise PluginNotFoundError(no_candidate(kind))
+    for name in names:
+        yield name, runtime.create(kind, name, runtime.context(kind, name, context))
 
 
 def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifact:
-    sources = _model_sources(runtime)
-    if not sources:
-        raise PluginNotFoundError(no_candidate("model_source"))
-    for source in sources:
+    sources: list[ModelSource] = [source for _, source in _create_each(runtime, "model_source")]
+    for source in sorted(sources, key=lambda source: source.priority):
         artifact = source.resolve(engine.model.name, engine.model.revision)
         if artifact is not None:
             return artifact
@@ -183,30 +184,24 @@ def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifac
 
 
 def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: ModelArtifact) -> tuple[str, ModelInfo]:
-    names = (engine.model.loader,) if engine.model.loader else runtime.names("weight_loader")
-    if not names:
-        raise PluginNotFoundError(no_candidate("weight_loader"))
-    for name in names:
-        context = runtime.context("weight_loader", name, WeightLoaderContext)
-        loader: WeightLoader = runtime.create("weight_loader", name, context)
+    loader: WeightLoader
+    for name, loader in _create_each(runtime, "weight_loader", engine.model.loader, WeightLoaderContext):
         if engine.model.loader or loader.accepts(artifact):
             return name, loader.describe(artifact)
     raise ModelFormatError(
-        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); asked: "
-        f"{', '.join(names)}; give a folder with config.json and *.safetensors, or a .gguf file"
+        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); "
+        f"asked: {', '.join(runtime.names('weight_loader'))}; "
+        "give a folder with config.json and *.safetensors, or a .gguf file"
     )
 
 
 def _find_tokenizer(runtime: PluginRuntime, artifact: ModelArtifact) -> str:
-    for name in runtime.names("tokenizer"):
-        provider: TokenizerProvider = runtime.create("tokenizer", name, runtime.context("tokenizer", name))
+    provider: TokenizerProvider
+    for name, provider in _create_each(runtime, "tokenizer"):
         if provider.accepts(artifact):
             return name
-    installed = ", ".join(runtime.names("tokenizer"))
-    if not installed:
-        raise PluginNotFoundError(no_candidate("tokenizer"))
     raise ModelFormatError(
-        f"{artifact.root}: no tokenizer found for {artifact.name!r} (asked: {installed}); "
+        f"{artifact.root}: no tokenizer found for {artifact.name!r} (asked: {', '.join(runtime.names('tokenizer'))}); "
         "a folder needs tokenizer.json beside its weights, a GGUF file its own vocabulary"
     )
 
@@ -280,17 +275,13 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
             f"max_model_len {wanted} is more than the {info.max_position} tokens {info.artifact.name!r} was made for; "
             f"set --max-model-len to at most {info.max_position}"
         )
-    max_model_len = wanted or info.max_position
-    return SchedulerLimits(
-        max_num_seqs=settings.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens=settings.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
-        max_model_len=max_model_len,
-        max_waiting=engine.scheduler.max_waiting,
-        long_prefill_threshold=engine.scheduler.long_prefill_threshold,
-        prefix_caching=engine.cache.prefix_caching,
-        full_sequence_must_fit=engine.scheduler.full_sequence_must_fit,
-        watermark=engine.scheduler.watermark,
-    )
+    settled = {
+        "max_num_seqs": settings.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
+        "max_model_len": wanted or info.max_position,
+        "prefix_caching": engine.cache.prefix_caching,
+    }
+    return msgspec.convert({**engine.scheduler.model_dump(), **settled}, SchedulerLimits)
 
 
 def _worker_config(
@@ -335,9 +326,3 @@ def _read_template(path: str | None) -> str | None:
         raise ConfigError(
             f"chat template {path!r} cannot be read: {error}; set --chat-template-file to a text file"
         ) from None
-
-
-def _model_sources(runtime: PluginRuntime) -> list[ModelSource]:
-    names = runtime.names("model_source")
-    sources = [runtime.create("model_source", name, runtime.context("model_source", name)) for name in names]
-    return sorted(sources, key=lambda source: source.priority)

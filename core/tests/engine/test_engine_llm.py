@@ -188,8 +188,7 @@ def test_the_constructor_takes_its_launcher(make_spec: Callable, make_runtime: C
 
     def launch(model: str, settings: Mapping[str, object], roles: frozenset[ProcessRole]) -> Launch:
         asked.append((model, dict(settings), roles))
-        spec = make_spec()
-        return Launch(spec, make_runtime(), spec.model.artifact)
+        return Launch(make_spec(), make_runtime())
 
     with LLM("fake", launch=launch, dtype="float32") as llm:
         assert llm.generate([[40, 41]], GREEDY)[0].finished
