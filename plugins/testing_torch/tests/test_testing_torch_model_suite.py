@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import msgspec
@@ -21,9 +21,12 @@ from hardpoint_testing_torch import ModelCheckpoint, ModelSuite, TinyModel, inst
 ARCHITECTURE = "LlamaForCausalLM"
 
 
+FOLDER = TemporaryDirectory(ignore_cleanup_errors=True)
+
+
 @cache
 def checkpoint() -> TinyModel:
-    return make_tiny_model(ARCHITECTURE, Path(mkdtemp()) / "model")
+    return make_tiny_model(ARCHITECTURE, Path(FOLDER.name) / "model")
 
 
 class LlamaSuite(ModelSuite):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import msgspec
@@ -24,9 +24,12 @@ from hardpoint_testing_torch import TinyModel, WorkerSuite, installed_factory, m
 Answer = RunnerOutput | Deferred | PendingOutput
 
 
+FOLDER = TemporaryDirectory(ignore_cleanup_errors=True)
+
+
 @cache
 def checkpoint() -> TinyModel:
-    return make_tiny_model("LlamaForCausalLM", Path(mkdtemp()) / "model")
+    return make_tiny_model("LlamaForCausalLM", Path(FOLDER.name) / "model")
 
 
 class Wrapped(Worker):
