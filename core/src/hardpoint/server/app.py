@@ -14,11 +14,9 @@ from starlette.routing import Route
 
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError, EngineNotReadyError, InvalidRequestError, PluginConflictError, PluginLoadError
-from hardpoint.interfaces.endpoint import Endpoint
-from hardpoint.interfaces.engine import EngineClient
+from hardpoint.interfaces import Endpoint, EngineClient
 from hardpoint.server.errors import install_handlers
 from hardpoint.server.guards import PROBES, AdminRoute, BodyGuard, HostGuard, KeyGuard, RequestId
-from hardpoint.version import __version__
 
 
 class Engines:
@@ -81,22 +79,11 @@ def create_app(
     ``ConfigError`` for an admin endpoint without any admin key.
     """
     _check_access(endpoints, admin_keys)
-    app = FastAPI(
-        title="Hardpoint",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        # A redirect would be built from the Host header.
-        redirect_slashes=False,
-    )
+    # Without a schema there are no pages that show it either; a redirect would be built from the Host header.
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     _add_probes(app, engines)
-    owners = _mount(app, endpoints)
-    install_handlers(app, owners)
-    guarded: Any = BodyGuard(app, config)
-    guarded = KeyGuard(guarded, keys, admin_keys)
-    guarded = HostGuard(guarded, config)
-    return RequestId(guarded)
+    install_handlers(app, _mount(app, endpoints))
+    return RequestId(HostGuard(KeyGuard(BodyGuard(app, config), keys, admin_keys), config))
 
 
 @asynccontextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.config import ServerConfig
 from hardpoint.interfaces.endpoint import RequestFailure
@@ -28,19 +29,10 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.I
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(.+)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-Scope = Any
-Receive = Any
-Send = Any
 
-
-async def _refuse(send: Send, failure: RequestFailure) -> None:
-    body = json.dumps(failure.body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in failure.headers.items()]
-    if failure.status in (413, 431):
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": failure.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(failure: RequestFailure) -> ASGIApp:
+    closing = {"connection": "close"} if failure.status in (413, 431) else {}
+    return JSONResponse(failure.body, failure.status, {**failure.headers, **closing})
 
 
 def _headers(scope: Scope, name: bytes) -> list[bytes]:
@@ -50,7 +42,7 @@ def _headers(scope: Scope, name: bytes) -> list[bytes]:
 class _Guard:
     """Passes lifespan through and refuses web sockets, which no endpoint uses."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,10 +50,8 @@ class _Guard:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             failure = self.judge(scope)
-            if failure is None:
-                await self.admit(scope, receive, send)
-            else:
-                await _refuse(send, failure)
+            answer = self.admit if failure is None else _refusal(failure)
+            await answer(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -82,7 +72,7 @@ class RequestId(_Guard):
             await self.app(scope, receive, send)
             return
 
-        async def stamped(message: Any) -> None:
+        async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", given[0])]}
             await send(message)
@@ -97,17 +87,17 @@ class HostGuard(_Guard):
     origin must be an accepted host or the very host the request names.
     """
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         super().__init__(app)
         self._any = not is_loopback(config.host) and not config.allowed_hosts
         self._hosts = {host.lower() for host in (*_LOOPBACK, config.host, *config.allowed_hosts)}
 
     def judge(self, scope: Scope) -> RequestFailure | None:
-        hosts = [_host_name(_text(value)) for value in _headers(scope, b"host")]
+        hosts = [_host_name(value.decode("latin-1")) for value in _headers(scope, b"host")]
         if len(hosts) > 1 or not all(host is not None and (self._any or host in self._hosts) for host in hosts):
             return RequestFailure(403, "this Host is not served here; see server.allowed_hosts", None, "host_refused")
         for value in _headers(scope, b"origin"):
-            location = _ORIGIN.fullmatch(_text(value))
+            location = _ORIGIN.fullmatch(value.decode("latin-1"))
             origin = _host_name(location[1]) if location else None
             if origin is None or origin not in {*self._hosts, *hosts}:
                 return RequestFailure(403, "requests from this Origin are not allowed", None, "origin_refused")
@@ -126,7 +116,7 @@ class KeyGuard(_Guard):
     Which kind of key a request has is noted in its scope, for :class:`AdminRoute`. An admin key is an API key too.
     """
 
-    def __init__(self, app: Any, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         super().__init__(app)
         self._digests = [(hashlib.sha256(key.encode()).digest(), "api") for key in keys]
         self._is_open = not self._digests
@@ -166,13 +156,15 @@ class AdminRoute(BaseRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         access = scope.get(_ACCESS)
+        answer: ASGIApp
         if access == "admin":
-            await self._route.handle(scope, receive, send)
+            answer = self._route.handle
         elif access is None:
-            await _refuse(send, _no_key("a valid admin key is required"))
+            answer = _refusal(_no_key("a valid admin key is required"))
         else:
             message = "this route needs an admin key; an API key is not enough"
-            await _refuse(send, RequestFailure(403, message, None, "admin_key_required"))
+            answer = _refusal(RequestFailure(403, message, None, "admin_key_required"))
+        await answer(scope, receive, send)
 
 
 def _no_key(message: str) -> RequestFailure:
@@ -182,7 +174,7 @@ def _no_key(message: str) -> RequestFailure:
 class BodyGuard(_Guard):
     """Bounds headers, body size and JSON depth before anything is parsed. Chunks are counted by the protocol."""
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         super().__init__(app)
         self._config = config
 
@@ -211,11 +203,11 @@ class BodyGuard(_Guard):
             return
         failure = self._too_large() if isinstance(body, bool) else await self._judge_json(scope, body)
         if failure is not None:
-            await _refuse(send, failure)
+            await _refusal(failure)(scope, receive, send)
             return
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replay() -> Any:
+        async def replay() -> Message:
             return pending.pop() if pending else await receive()
 
         await self.app(scope, replay, send)
@@ -267,7 +259,3 @@ def _json_depth_exceeds(body: bytes, limit: int) -> bool:
             return True
         quotes, depth = int(quoted[-1]), int(levels[-1])
     return False
-
-
-def _text(value: bytes) -> str:
-    return value.decode("latin-1")
