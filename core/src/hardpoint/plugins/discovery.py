@@ -57,28 +57,23 @@ def _classify(
     for group, name, value in entries:
         split, target = _GROUP.fullmatch(group), _VALUE.fullmatch(value)
         kind = split[1] if split else group.removeprefix(GROUP_PREFIX)
-        if fault or split is None or target is None or not _speaks(kind, int(split[2])):
-            reason = fault or _entry_fault(group, split, value)
+        reason = fault or _group_fault(group, split)
+        if reason or target is None:
+            reason = reason or f"entry point value {value!r} is not of the form module:attribute"
             yield RefusedPlugin(kind, name, distribution or folder.name, reason)
         else:
-            api_version = int(split[2])
-            yield DiscoveredPlugin(kind, name, api_version, distribution, version, target[1], folder.path, requires)
+            ours = KINDS[kind].api_version
+            yield DiscoveredPlugin(kind, name, ours, distribution, version, target[1], folder.path, requires)
 
 
-def _speaks(kind: str, major: int) -> bool:
-    return kind in KINDS and KINDS[kind].api_version == major
-
-
-def _entry_fault(group: str, split: re.Match[str] | None, value: str) -> str:
+def _group_fault(group: str, split: re.Match[str] | None) -> str:
     if split is None:
         return f"group {group!r} is not of the form {GROUP_PREFIX}<kind>.v<major>"
     kind, major = split[1], int(split[2])
     if kind not in KINDS:
         return f"unknown plugin kind {kind!r}{did_you_mean(kind, KINDS)}"
-    if not _speaks(kind, major):
-        ours = KINDS[kind].api_version
-        return f"written for API version {major} of {kind!r}; this core speaks version {ours}"
-    return f"entry point value {value!r} is not of the form module:attribute"
+    ours = KINDS[kind].api_version
+    return "" if major == ours else f"written for API version {major} of {kind!r}; this core speaks version {ours}"
 
 
 def _core_range(lines: list[str], core_version: str) -> tuple[tuple[str, ...], str]:
