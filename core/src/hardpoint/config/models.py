@@ -22,81 +22,87 @@ __all__ = [
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(_Section):
     """Which model, and how its weights are held."""
 
-    name: str = Field(min_length=1, description="model: a known name, a folder, a file or a hub id")
-    revision: str | None = Field(
-        default=None, description="revision of a hub model; pinned to one commit for every file"
-    )
-    served_name: str | None = Field(default=None, description="name under which clients ask for the model")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="compute dtype")
-    max_model_len: Count | None = Field(
-        default=None, ge=1, description="context length in tokens; the model's own by default"
-    )
-    quantization: str | None = Field(default=None, description="quantization method (plugin name)")
-    loader: str | None = Field(
-        default=None, description="weight loader (plugin name) instead of the one that fits the files"
-    )
-    io_processor: str | None = Field(default=None, description="IO processor (plugin name) instead of the model's own")
-    chat_template_file: str | None = Field(
-        default=None, description="Jinja chat template to use instead of the model's own"
-    )
+    name: str = Field(min_length=1)
+    """model: a known name, a folder, a file or a hub id"""
+    revision: str | None = None
+    """revision of a hub model; pinned to one commit for every file"""
+    served_name: str | None = None
+    """name under which clients ask for the model"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """compute dtype"""
+    max_model_len: Count | None = Field(default=None, ge=1)
+    """context length in tokens; the model's own by default"""
+    quantization: str | None = None
+    """quantization method (plugin name)"""
+    loader: str | None = None
+    """weight loader (plugin name) instead of the one that fits the files"""
+    io_processor: str | None = None
+    """IO processor (plugin name) instead of the model's own"""
+    chat_template_file: str | None = None
+    """Jinja chat template to use instead of the model's own"""
 
 
 class CacheConfig(_Section):
     """The KV cache."""
 
-    block_size: int | None = Field(
-        default=None, ge=1, description="tokens per KV block; the platform decides by default"
-    )
-    kv_cache_dtype: str = Field(default="auto", description="storage dtype of keys and values")
-    kv_cache_memory: Bytes | None = Field(
-        default=None, ge=1, description="bytes for the KV cache of each worker, such as 2GiB"
-    )
-    num_kv_blocks: Count | None = Field(
-        default=None, ge=2, description="number of KV blocks instead of a memory budget"
-    )
-    prefix_caching: bool = Field(default=True, description="reuse the KV of equal prefixes")
-    hash_algorithm: str = Field(default="sha256", description="block hash (plugin name)")
-    kv_layout: str = Field(default="layer_outermost", description="memory layout of the KV cache (plugin name)")
+    block_size: int | None = Field(default=None, ge=1)
+    """tokens per KV block; the platform decides by default"""
+    kv_cache_dtype: str = "auto"
+    """storage dtype of keys and values"""
+    kv_cache_memory: Bytes | None = Field(default=None, ge=1)
+    """bytes for the KV cache of each worker, such as 2GiB"""
+    num_kv_blocks: Count | None = Field(default=None, ge=2)
+    """number of KV blocks instead of a memory budget"""
+    prefix_caching: bool = True
+    """reuse the KV of equal prefixes"""
+    hash_algorithm: str = "sha256"
+    """block hash (plugin name)"""
+    kv_layout: str = "layer_outermost"
+    """memory layout of the KV cache (plugin name)"""
 
 
 class SchedulerConfig(_Section):
     """Batching."""
 
-    scheduler: str = Field(default="fcfs", description="scheduler (plugin name)")
-    max_num_seqs: Count | None = Field(default=None, ge=1, description="requests computed at the same time")
-    max_num_batched_tokens: Count | None = Field(default=None, ge=1, description="tokens computed in one step")
-    max_waiting: Count | None = Field(
-        default=4096, ge=1, description="requests that may wait; more are answered with 429"
-    )
-    long_prefill_threshold: Count = Field(
-        default=0, ge=0, description="cap on one prompt's tokens per step while others wait"
-    )
-    watermark: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="fraction of KV blocks that admission leaves free"
-    )
-    full_sequence_must_fit: bool = Field(
-        default=False, description="admit a request only when all of it fits the free blocks"
-    )
+    scheduler: str = "fcfs"
+    """scheduler (plugin name)"""
+    max_num_seqs: Count | None = Field(default=None, ge=1)
+    """requests computed at the same time"""
+    max_num_batched_tokens: Count | None = Field(default=None, ge=1)
+    """tokens computed in one step"""
+    max_waiting: Count | None = Field(default=4096, ge=1)
+    """requests that may wait; more are answered with 429"""
+    long_prefill_threshold: Count = Field(default=0, ge=0)
+    """cap on one prompt's tokens per step while others wait"""
+    watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """fraction of KV blocks that admission leaves free"""
+    full_sequence_must_fit: bool = False
+    """admit a request only when all of it fits the free blocks"""
 
 
 class ExecutionConfig(_Section):
     """Devices and kernels."""
 
-    platform: str | None = Field(default=None, description="platform (plugin name); found by probing by default")
-    executor: str | None = Field(default=None, description="executor (plugin name); the platform decides by default")
-    world_size: int = Field(default=1, ge=1, le=4096, description="number of worker ranks")
-    attention_backend: str | None = Field(
-        default=None, description="attention backend (plugin name) instead of the choice"
-    )
-    compiler: str | None = Field(default=None, description="compiler (plugin name) for ranges of layers")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of unseeded sampling")
-    batch_invariant: bool = Field(default=False, description="same tokens whatever the neighbors in the batch")
+    platform: str | None = None
+    """platform (plugin name); found by probing by default"""
+    executor: str | None = None
+    """executor (plugin name); the platform decides by default"""
+    world_size: int = Field(default=1, ge=1, le=4096)
+    """number of worker ranks"""
+    attention_backend: str | None = None
+    """attention backend (plugin name) instead of the choice"""
+    compiler: str | None = None
+    """compiler (plugin name) for ranges of layers"""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """seed of unseeded sampling"""
+    batch_invariant: bool = False
+    """same tokens whatever the neighbors in the batch"""
 
 
 class EngineConfig(_Section):
@@ -131,39 +137,51 @@ class EngineConfig(_Section):
 class ServerConfig(_Section):
     """The HTTP server."""
 
-    host: str = Field(default="127.0.0.1", description="address to bind; beyond loopback a key is required")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
-    api_key: tuple[str, ...] = Field(default=(), description="key that requests must carry; repeatable")
-    api_key_file: str | None = Field(default=None, description="file with one key per line")
-    admin_key: tuple[str, ...] = Field(
-        default=(), description="key for the routes of admin endpoints, which API keys do not open; repeatable"
-    )
-    admin_key_file: str | None = Field(default=None, description="file with one admin key per line")
-    allow_anonymous: bool = Field(default=False, description="serve beyond loopback without any key")
-    endpoints: tuple[str, ...] = Field(default=DEFAULT_ENDPOINTS, description="endpoint plugins that may open routes")
-    max_body_bytes: Bytes = Field(default=64 * 2**20, ge=1024, description="largest request body")
-    max_header_bytes: Bytes = Field(default=64 * 2**10, ge=1024, description="largest total of request headers")
-    max_json_depth: int = Field(default=100, ge=1, le=1000, description="deepest nesting of a JSON body")
-    max_n: int = Field(default=128, ge=1, description="most sequences per prompt")
-    max_prompts: int = Field(default=256, ge=1, description="most prompts per request")
-    max_logprobs: int = Field(default=20, ge=0, description="most alternatives per token")
-    request_timeout_s: float | None = Field(
-        default=None, gt=0, le=86_400, description="seconds after which a request is aborted"
-    )
-    drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds that running requests get at shutdown")
-    allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="Host header values to accept beside the bound address"
-    )
+    host: str = "127.0.0.1"
+    """address to bind; beyond loopback a key is required"""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """port to bind; 0 picks a free one"""
+    api_key: tuple[str, ...] = ()
+    """key that requests must carry; repeatable"""
+    api_key_file: str | None = None
+    """file with one key per line"""
+    admin_key: tuple[str, ...] = ()
+    """key for the routes of admin endpoints, which API keys do not open; repeatable"""
+    admin_key_file: str | None = None
+    """file with one admin key per line"""
+    allow_anonymous: bool = False
+    """serve beyond loopback without any key"""
+    endpoints: tuple[str, ...] = DEFAULT_ENDPOINTS
+    """endpoint plugins that may open routes"""
+    max_body_bytes: Bytes = Field(default=64 * 2**20, ge=1024)
+    """largest request body"""
+    max_header_bytes: Bytes = Field(default=64 * 2**10, ge=1024)
+    """largest total of request headers"""
+    max_json_depth: int = Field(default=100, ge=1, le=1000)
+    """deepest nesting of a JSON body"""
+    max_n: int = Field(default=128, ge=1)
+    """most sequences per prompt"""
+    max_prompts: int = Field(default=256, ge=1)
+    """most prompts per request"""
+    max_logprobs: int = Field(default=20, ge=0)
+    """most alternatives per token"""
+    request_timeout_s: float | None = Field(default=None, gt=0, le=86_400)
+    """seconds after which a request is aborted"""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """seconds that running requests get at shutdown"""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host header values to accept beside the bound address"""
 
 
 class PluginPolicy(_Section):
     """Which installed plugins may act."""
 
-    allow: tuple[str, ...] | None = Field(default=None, description="plugins that may load merely by being installed")
-    pins: tuple[str, ...] = Field(
-        default=(), description="kind:name=distribution, where two distributions claim one name"
-    )
-    strict: bool = Field(default=False, description="a merely installed plugin that fails stops the start as well")
+    allow: tuple[str, ...] | None = None
+    """plugins that may load merely by being installed"""
+    pins: tuple[str, ...] = ()
+    """kind:name=distribution, where two distributions claim one name"""
+    strict: bool = False
+    """a merely installed plugin that fails stops the start as well"""
 
 
 class AppConfig(_Section):
@@ -173,8 +191,10 @@ class AppConfig(_Section):
     server: ServerConfig = ServerConfig()
     plugins: dict[str, dict[str, dict[str, Any]]] = {}
     plugin_policy: PluginPolicy = PluginPolicy()
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="level of the log")
-    log_interval_s: float = Field(default=10.0, gt=0, description="seconds between throughput lines")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """level of the log"""
+    log_interval_s: float = Field(default=10.0, gt=0)
+    """seconds between throughput lines"""
 
     @model_validator(mode="after")
     def _has_an_engine(self) -> AppConfig:
