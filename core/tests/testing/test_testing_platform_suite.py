@@ -23,7 +23,10 @@ from hardpoint.interfaces import (
     ProbeStatus,
     ThreadPlan,
 )
-from hardpoint.plugins import PluginSelection, build_plan, discover, select_platform
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.platform_selection import select_platform
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.testing import plugin_suite
 from hardpoint.testing.fake_platform import (
     FakeGraphPool,
@@ -218,6 +221,18 @@ class OddCapabilities(FakePlatform):
         return {"handle": object()}
 
 
+class PoolForEveryone(FakePlatform):
+    @classmethod
+    def graph_pool(cls) -> Any:
+        return cls.create_graph_pool()
+
+
+class MuteAboutGraphs(FakePlatform):
+    @classmethod
+    def create_graph_pool(cls) -> FakeGraphPool:
+        raise TypeError("no graphs")
+
+
 def nested() -> type[Platform]:
     class Local(FakePlatform):
         """No other process can find it."""
@@ -259,6 +274,8 @@ MUTANTS: list[tuple[type[Platform], str]] = [
     (ListAsText, "test_its_attributes_say_what_it_is"),
     (WrongPredicate, "test_its_attributes_say_what_it_is"),
     (OddCapabilities, "test_capabilities_can_be_shown"),
+    (PoolForEveryone, "test_the_graph_pool_is_one"),
+    (MuteAboutGraphs, "test_the_graph_pool_is_one"),
 ]
 
 

@@ -125,6 +125,18 @@ class OtherBytes(ParsingTokenizer):
         return super().token_bytes(token_id).upper()
 
 
+class HidesControlTokens(ParsingTokenizer):
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        return frozenset()
+
+
+class BlankTemplate(ParsingTokenizer):
+    @property
+    def chat_template(self) -> str | None:
+        return ""
+
+
 MUTANTS: dict[type[Tokenizer], str] = {
     StripsText: "test_text_survives",
     AlwaysParses: "test_text_never_becomes_a_control_token",
@@ -133,6 +145,8 @@ MUTANTS: dict[type[Tokenizer], str] = {
     HalfCharacters: "test_incomplete_characters_wait",
     DecodesAllAgain: "test_the_cost_of_a_token_does_not_grow",
     OtherBytes: "test_single_tokens",
+    HidesControlTokens: "test_templates_get_text",
+    BlankTemplate: "test_templates_get_text",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -36,7 +37,11 @@ from hardpoint.interfaces import (
     ThreadPlan,
     WorkerConfig,
 )
-from hardpoint.plugins import PluginPlan, PluginRuntime, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_executor import FakeExecutor
 from hardpoint.testing.fake_scheduler import FakeScheduler
@@ -258,6 +263,32 @@ class ExecutorSuite(PluginSuite):
             executor.collective_rpc("check_health")
         with pytest.raises(EngineDeadError, match="shut down"):
             executor.execute(empty_step(0)).result(5)
+
+    def test_workers_tell_of_their_plugins(self, start: Callable[..., Executor]) -> None:
+        """One report for each rank, in order; none where the workers live in the process that asks."""
+        for world_size in self.world_sizes:
+            reports = start(world_size).load_reports()
+            if reports:
+                assert [report.rank for report in reports] == list(range(world_size))
+                assert os.getpid() not in {report.pid for report in reports}
+
+    def test_a_death_is_told_once(self, start: Callable[..., Executor]) -> None:
+        """Whoever waits for failures hears of a worker that dies, and nothing of an orderly end."""
+        told: list[str] = []
+        calm = start(self.world_sizes[-1])
+        calm.on_failure(told.append)
+        calm.shutdown()
+        assert told == []
+        if not self.interruptible:
+            pytest.skip("workers of this executor cannot die alone")
+        executor = start(self.world_sizes[-1], Fault("warm_up", "exit", (0,)))
+        executor.on_failure(told.append)
+        with pytest.raises(EngineDeadError):
+            executor.collective_rpc("warm_up")
+        wait_until(lambda: bool(told))
+        executor.shutdown()
+        assert len(told) == 1, f"told {len(told)} times: {told}"
+        assert "rank 0" in told[0]
 
     def test_a_factory_that_fails_is_reported_as_such(self, start: Callable[..., Executor]) -> None:
         with pytest.raises(Exception, match="fails in create as told"):

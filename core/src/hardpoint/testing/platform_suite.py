@@ -292,6 +292,18 @@ class PlatformSuite(PluginSuite):
         assert all(isinstance(key, str) for key in found)
         msgspec.json.encode(found)
 
+    def test_the_graph_pool_is_one(self, platform: Platform) -> None:
+        """R12.22: made by the first who asks, for the whole process; a platform without graphs says so."""
+        try:
+            pool = platform.graph_pool()
+        except TypeError as error:
+            told = str(error)
+        else:
+            told = platform.name
+            assert pool is platform.graph_pool()
+            assert pool is type(platform).graph_pool()
+        assert platform.name in told, "the refusal does not name the platform"
+
     @pytest.fixture
     def framework(self, platform: Platform, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         """Stands in for the framework, whose namespace of the device answers for the names copying asks for."""

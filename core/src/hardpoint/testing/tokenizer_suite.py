@@ -7,12 +7,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import Tokenizer
+from hardpoint.interfaces import ModelArtifact, Tokenizer, TokenizerProvider
+from hardpoint.plugins.plan import PlannedPlugin
 from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["TEXTS", "TokenizerSuite", "streamed"]
@@ -91,6 +93,19 @@ class TokenizerSuite(PluginSuite):
         for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             assert token_id is None or 0 <= token_id < tokenizer.vocab_size
 
+    def test_templates_get_text(self, tokenizer: Tokenizer) -> None:
+        """A template is source or absent; what its variables hold can never be written by a user."""
+        assert tokenizer.chat_template is None or tokenizer.chat_template.strip()
+        for name, text in tokenizer.special_tokens.items():
+            assert name.isidentifier(), f"{name!r} is no variable of a template"
+            assert text in tokenizer.control_tokens, f"{name} is missing among the control tokens"
+
+    def test_what_is_not_its_own_is_left_to_others(self, planned: PlannedPlugin, tmp_path: Path) -> None:
+        """An empty folder carries no tokenizer at all."""
+        provider: TokenizerProvider = self.create_plugin(self.context())
+        artifact = ModelArtifact(name=planned.name, root=str(tmp_path), files=(), source="kit")
+        assert provider.accepts(artifact) is False
+
     def test_added_special_tokens_do_not_show(self, tokenizer: Tokenizer) -> None:
         for text in self.texts:
             assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -123,6 +138,15 @@ class TokenizerSuite(PluginSuite):
             whole, parts = tokenizer.decode(ids), streamed(tokenizer, [], ids)
             assert whole.startswith(parts)
             assert not whole.removeprefix(parts).strip(REPLACEMENT)
+
+    def test_ids_without_text_give_none(self, tokenizer: Tokenizer) -> None:
+        """R6.71: also beyond the vocabulary, where padded logits reach, and the stream goes on."""
+        ids = tokenizer.encode("after", add_special_tokens=False)
+        for odd in (-1, tokenizer.vocab_size, tokenizer.vocab_size + 500, 2**31 - 1, 2**40):
+            stream = tokenizer.decode_stream([], skip_special_tokens=True)
+            assert not (stream.step(odd) or "").strip(REPLACEMENT), f"id {odd} has a text"
+            shown = "".join(stream.step(token_id) or "" for token_id in ids)
+            assert shown.strip() == "after", f"after id {odd} the stream is out of step"
 
     def test_control_tokens_are_hidden_or_shown(self, tokenizer: Tokenizer, control_ids: dict[str, int]) -> None:
         if not control_ids:
