@@ -10,12 +10,9 @@ Cost per token depends on the stop strings, not on the length of the text.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer
-
-_logger = logging.getLogger("hardpoint.engine")
 
 
 class Detokenizer:
@@ -33,8 +30,6 @@ class Detokenizer:
     ) -> None:
         self.num_tokens = 0
         self.stopped_by: str | None = None
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._stream: DecodeStream = tokenizer.decode_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -53,7 +48,7 @@ class Detokenizer:
         undecoded = len(token_ids) - 1 if stop_terminated and not self._include_stop else len(token_ids)
         for used, token_id in enumerate(token_ids):
             self.num_tokens += 1
-            if used < undecoded and self._append(self._decode(token_id)):
+            if used < undecoded and self._append(self._stream.step(token_id) or ""):
                 return used + 1
         return len(token_ids)
 
@@ -110,16 +105,3 @@ class Detokenizer:
             if position >= 0 and (best is None or position + len(stop) < best[1]):
                 best = (stop, position + len(stop))
         return best
-
-    def _decode(self, token_id: int) -> str:
-        try:
-            return self._stream.step(token_id) or ""
-        except (OverflowError, TypeError):
-            _logger.warning("token id %r has no text: the tokenizer refused it", token_id)
-            return ""
-        except Exception as error:
-            if "invalid prefix" not in str(error).lower():
-                raise
-        # The stream lost its place in bytes that are not valid text; a fresh one goes on from this token (R6.71).
-        self._stream = self._tokenizer.decode_stream((), skip_special_tokens=self._skip_special_tokens)
-        return self._stream.step(token_id) or ""

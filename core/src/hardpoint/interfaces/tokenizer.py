@@ -13,7 +13,10 @@ class DecodeStream(Protocol):
     """Incremental decoding of one sequence; cost per token is independent of its length (R6.62)."""
 
     def step(self, token_id: int) -> str | None:
-        """Text that became complete with this token; None while a character is still incomplete (R6.70)."""
+        """Text that became complete with this token; None while a character is still incomplete (R6.70).
+
+        A model may say anything: an id without text gives none, bytes that are no text do not stop the stream (R6.71).
+        """
 
 
 class Tokenizer(ABC):
