@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ``ConfigError`` for names that cannot be used and for a folder that is there already."""
     blueprint = Blueprint.of(arguments.kind, arguments.name, arguments.distribution)
     folder = write_package(blueprint, Path(arguments.into))
-    print(f"wrote {folder}: a {blueprint.kind} plugin named {blueprint.name!r}")
+    print(f"wrote {folder}: plugin {blueprint.name!r} of the kind {blueprint.kind}")
     print(f"  install it:  python -m pip install -e {folder}")
     print(f"  look at it:  hardpoint plugins list {blueprint.kind}")
     print(f"  test it:     hardpoint plugins test {blueprint.distribution}")

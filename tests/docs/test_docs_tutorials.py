@@ -1,0 +1,56 @@
+"""The tutorials as somebody follows them, from the scaffold to a tested package; and what must come of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doc_blocks import Block
+from doc_reader import TUTORIALS, Reader, story
+from workspace import ROOT
+
+PAGES = {name: ROOT / f"docs/extend/{name}.md" for name in TUTORIALS}
+PASSED = "verdict: 1 of 1 plugins keep the rules of their kinds"
+
+
+class Walk:
+    """A page that was followed to its end. ``said`` pairs each step with what it printed."""
+
+    def __init__(self, page: Path, reader: Reader) -> None:
+        self.reader = reader
+        self.said: list[tuple[Block, str]] = [(block, reader.follow(block)) for block in story(page, slow=True)]
+
+    def after(self, command: str) -> list[str]:
+        """Outputs of the steps that hold ``command``, in order."""
+        return [text for block, text in self.said if command in block.text]
+
+    def tokens(self, name: str) -> list[int]:
+        """Tokens in the file ``name``, where a step put what ``generate --json`` printed."""
+        answer: dict[str, Any] = json.loads((self.reader.desk / name).read_text(encoding="utf-8"))
+        ids: list[int] = answer["token_ids"]
+        return ids
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    someone = Reader(tmp_path)
+    yield someone
+    someone.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestWalks:
+    def test_ship_an_endpoint(self, reader: Reader) -> None:
+        """Scaffold, fill in, pass the kit, serve: the route answers, with and without a key."""
+        walk = Walk(PAGES["ship-an-endpoint"], reader)
+        verdicts = walk.after("plugins test hardpoint-summary")
+        assert [PASSED in verdict for verdict in verdicts] == [True, True]
+        assert "15 rules kept" in verdicts[1], "the disconnect is among what was tested"
+        open_to_all, with_key = walk.after("curl -sf")
+        assert '"summary"' in open_to_all
+        assert '"summary"' in with_key
