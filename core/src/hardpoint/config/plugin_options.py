@@ -24,6 +24,8 @@ from hardpoint.plugins.suggest import did_you_mean
 _PREFIX = "HARDPOINT_PLUGIN__"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _WORDS = {"string": "text", "boolean": "switch", "array": "list", "object": "mapping"}
+_FIELD_KINDS = {"loader": "weight_loader", "hash_algorithm": "hash"}
+"""Settings that name a plugin of a kind with another name than their own."""
 _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -111,11 +113,18 @@ class _OptionFlag(argparse.Action):
 def add_plugin_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
     """Add the flags that manifests declare to a complete ``parser``, and return what is wrong with them.
 
-    ``load_config`` raises the same faults, so that no command starts with a flag of two meanings.
+    The help of settings that name a plugin lists the installed ones. ``load_config`` raises the same faults, so that
+    no command starts with a flag of two meanings.
     """
     owners: dict[str, str] = {}
     faults = []
-    for plugin in _described():
+    plugins = list(_described())
+    for setting in [action for action in parser._actions if action.dest.startswith("setting:")]:
+        field = setting.dest.rpartition(":")[2]
+        names = sorted({plugin.name for plugin in plugins if plugin.kind == _FIELD_KINDS.get(field, field)})
+        if names:
+            setting.help = f"{setting.help}; installed: {', '.join(names).replace('%', '%%')}"
+    for plugin in plugins:
         group = parser.add_argument_group(plugin.label)
         flagged = [(key, schema) for key, schema in (plugin.options or {}).items() if "flag" in schema]
         for key, schema in flagged:
