@@ -91,6 +91,14 @@ def test_a_fresh_package_is_tidy(kind: str, tmp_path: Path) -> None:
     assert "$" not in "".join(path.read_text() for path in package.rglob("*.*") if path.is_file())
 
 
+@pytest.mark.parametrize(("kind", "kit"), [("hash", None), ("custom_op", "hardpoint-testing-torch")])
+def test_a_fresh_package_says_what_its_tests_need(kind: str, kit: str | None, tmp_path: Path) -> None:
+    _, project = scaffold(kind, tmp_path / "work")
+    core, *further = project["optional-dependencies"]["test"]
+    assert core.startswith("hardpoint-core[server,testing]>=")
+    assert [line.partition(">=")[0] for line in further] == ([] if kit is None else [kit])
+
+
 @pytest.mark.slow
 @EACH
 def test_pip_installs_a_fresh_package(kind: str, tmp_path: Path) -> None:

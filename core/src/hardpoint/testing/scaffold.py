@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.discovery import discover
@@ -22,21 +23,32 @@ from hardpoint.version import __version__
 __all__ = ["Blueprint", "available_kinds", "template_of", "write_package"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_CORE = "hardpoint-core"
 _COMMON = Path(__file__).parent / "templates/common"
 
 
-def _kits() -> dict[str, tuple[str, str]]:
-    """Module and class of each kind's kit, from metadata."""
-    split = {entry.name: entry.entry_point.partition(":") for entry in discover().of("conformance")}
-    return {name: (module, attribute) for name, (module, _, attribute) in split.items() if "." not in name}
+class _Kit(NamedTuple):
+    module: str
+    suite: str
+    distribution: str
+
+
+def _kits() -> dict[str, _Kit]:
+    """Each kind's kit, from metadata."""
+    found = {}
+    for entry in discover().of("conformance"):
+        module, _, suite = entry.entry_point.partition(":")
+        if "." not in entry.name:
+            found[entry.name] = _Kit(module, suite, entry.distribution)
+    return found
 
 
 def template_of(kind: str) -> Path | None:
     """The template folder of ``kind``, or ``None``. Imports at most the package that holds the kit."""
-    module, _ = _kits().get(kind, ("", ""))
-    if not module:
+    kit = _kits().get(kind)
+    if kit is None:
         return None
-    spec = find_spec(module.rpartition(".")[0] or module)
+    spec = find_spec(kit.module.rpartition(".")[0] or kit.module)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "templates" / kind
         if (path / "plugin.py.txt").is_file():
@@ -137,7 +149,7 @@ def _files(blueprint: Blueprint) -> dict[str, str]:
 
 def _values(blueprint: Blueprint) -> dict[str, str]:
     spec = kind_spec(blueprint.kind)
-    module, suite = _kits()[blueprint.kind]
+    kit = _kits()[blueprint.kind]
     requires = blueprint.template / "requires.txt"
     further = requires.read_text(encoding="utf-8").split("\n") if requires.is_file() else []
     own = (
@@ -154,9 +166,10 @@ def _values(blueprint: Blueprint) -> dict[str, str]:
         "description": spec.description,
         "roles": ", ".join(sorted(spec.roles)),
         "phase": str(spec.phase),
-        "suite": suite,
-        "suite_module": module,
+        "suite": kit.suite,
+        "suite_module": kit.module,
         "core_range": _core_range(),
+        "kit_requirement": "" if kit.distribution == _CORE else f', "{kit.distribution}{_core_range()}"',
         "requires": "".join(f',\n    "{line.strip()}"' for line in further if line.strip()),
         "conformance_entry": own if blueprint.brings_class else "",
     }
