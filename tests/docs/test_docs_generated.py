@@ -8,7 +8,7 @@ import pytest
 
 from generate_docs import PAGES, configuration, options_models, plugin_kinds, plugin_options, stale_pages
 from hardpoint.config import AppConfig, EngineConfig, ServerConfig, add_arguments, load_config
-from hardpoint.plugins import KINDS
+from hardpoint.plugins.kinds import KINDS
 from workspace import ROOT, distributions
 
 

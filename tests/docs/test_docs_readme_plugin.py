@@ -15,7 +15,10 @@ from doc_blocks import blocks_of
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EndpointContext, PluginContext
-from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app
 from hardpoint.testing import FakeEngineClient

@@ -25,7 +25,10 @@ from hardpoint.interfaces.request import EngineRequest, SamplingParams
 from hardpoint.interfaces.scheduler import SchedulerLimits
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
-from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import FakeExecutor, FakeScheduler
 from hardpoint_torch_runtime.worker import TorchWorker

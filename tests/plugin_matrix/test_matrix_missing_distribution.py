@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli_support import Finished, run_process
-from hardpoint.plugins import KINDS
+from hardpoint.plugins.kinds import KINDS
 from partial_environment import make_environment, site_packages
 from tiny_llama import write_tiny_llama
 from workspace import ROOT, Distribution, plugin_distributions

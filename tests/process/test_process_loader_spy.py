@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from cli_support import run_process
-from hardpoint.plugins import KINDS, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.roles import ProcessRole
 from import_spy import ImportSpy, install_import_spy
 from server_process import PATIENCE, serving

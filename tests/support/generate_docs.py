@@ -18,7 +18,9 @@ from pydantic_core import PydanticUndefined
 
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
-from hardpoint.plugins import KINDS, KindSpec, Trust
+from hardpoint.plugins.kinds import KINDS, KindSpec, Trust
+from plugin_rules import PAGE as RULES_PAGE
+from plugin_rules import page as plugin_rules
 from workspace import ROOT, core, plugin_distributions
 
 __all__ = ["PAGES", "configuration", "options_models", "plugin_kinds", "plugin_options", "stale_pages"]
@@ -278,6 +280,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration,
     "docs/reference/plugin-kinds.md": plugin_kinds,
     "docs/reference/plugin-options.md": plugin_options,
+    RULES_PAGE: plugin_rules,
 }
 
 

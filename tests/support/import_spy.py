@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardpoint.plugins import KINDS, DiscoveredPlugin, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.records import DiscoveredPlugin
 from scratch_install import write_metadata
 
 __all__ = ["Import", "ImportSpy", "install_import_spy"]

@@ -59,7 +59,7 @@ def _run(command: str, rest: list[str]) -> int:
 
 def _plugin_commands() -> dict[str, str]:
     """Further commands and their distributions, from metadata alone."""
-    from hardpoint.plugins import discover
+    from hardpoint.plugins.discovery import discover
 
     found = [plugin for plugin in discover().plugins if plugin.kind == "cli_command"]
     return {plugin.name: plugin.distribution for plugin in sorted(found, key=lambda plugin: plugin.name)}
@@ -71,7 +71,10 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
         print(f"hardpoint: {_unknown_command(name, (*_COMMANDS, *names))}", file=sys.stderr)
         return _USAGE
     from hardpoint.logging import LEVEL_VARIABLE, configure_logging
-    from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
+    from hardpoint.plugins.discovery import discover
+    from hardpoint.plugins.resolve import build_plan
+    from hardpoint.plugins.runtime import PluginRuntime
+    from hardpoint.plugins.selection import PluginSelection
     from hardpoint.roles import ProcessRole
 
     installed = discover()

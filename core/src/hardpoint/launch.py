@@ -24,19 +24,15 @@ from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.scheduler import SchedulerLimits
 from hardpoint.interfaces.tokenizer import TokenizerProvider
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
-from hardpoint.plugins import (
-    HookRunner,
-    PluginPlan,
-    PluginRuntime,
-    PluginSelection,
-    SelectedBy,
-    build_plan,
-    discover,
-    load_manifest,
-    parse_pins,
-    select_platform,
-)
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.kinds import no_candidate
+from hardpoint.plugins.manifest import load_manifest
+from hardpoint.plugins.plan import PluginPlan, SelectedBy
+from hardpoint.plugins.platform_selection import select_platform
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection, parse_pins
 from hardpoint.roles import ProcessRole
 
 __all__ = ["Launch", "plugin_selection", "prepare", "start_runtime"]

@@ -28,7 +28,7 @@ from hardpoint.plugins.report import LoadReport
 from hardpoint.roles import ProcessRole
 
 if TYPE_CHECKING:
-    from hardpoint.plugins import PluginRuntime
+    from hardpoint.plugins.runtime import PluginRuntime
 
 __all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "starting", "stop_all"]
 
@@ -191,7 +191,8 @@ def boot(
     ``platform`` None takes the one the plan has chosen, if any. Raises ``PluginMismatchError`` when the plugins
     installed here differ from the plan, ``PluginLoadError`` for a plugin that is needed and fails.
     """
-    from hardpoint.plugins import PluginPlan, PluginRuntime
+    from hardpoint.plugins.plan import PluginPlan
+    from hardpoint.plugins.runtime import PluginRuntime
 
     roles = frozenset(roles)
     title = "+".join(role for role in ProcessRole if role in roles)

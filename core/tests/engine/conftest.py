@@ -21,7 +21,11 @@ from hardpoint.interfaces import (
     WorkerConfig,
 )
 from hardpoint.ipc import create_runtime_dir
-from hardpoint.plugins import PluginPlan, PluginRuntime, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 
 FAKES = Path(__file__).parents[1] / "_fake_dist"

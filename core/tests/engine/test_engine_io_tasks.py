@@ -18,7 +18,7 @@ from hardpoint.engine.llm import LLM
 from hardpoint.errors import EngineDeadError, InvalidRequestError, PluginNotFoundError
 from hardpoint.interfaces import IOProcessor, IORequest, ModelLimits, Prompt, RequestOutput, SamplingParams
 from hardpoint.launch import Launch, prepare
-from hardpoint.plugins import PluginState
+from hardpoint.plugins.report import PluginState
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import FakeEngineClient, next_token
 
@@ -111,7 +111,9 @@ def test_a_missing_one_lists_those_available(script: dict[str, Any], settings: d
 
 def test_one_is_required_but_none_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """R12.46."""
-    from hardpoint.plugins import PluginSelection, build_plan, discover
+    from hardpoint.plugins.discovery import discover
+    from hardpoint.plugins.resolve import build_plan
+    from hardpoint.plugins.selection import PluginSelection
 
     with pytest.raises(PluginNotFoundError, match="installed: none, but one is required"):
         build_plan(discover([str(tmp_path)]), PluginSelection(choices={"io_processor": "fake"}))

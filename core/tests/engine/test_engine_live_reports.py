@@ -14,7 +14,10 @@ from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.build import build_engine
 from hardpoint.errors import EngineDeadError
 from hardpoint.interfaces import Prompt, SamplingParams
-from hardpoint.plugins import LoadReport, PluginSelection, PluginState, PluginStatus, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 
 FAKES = Path(__file__).parents[1] / "_fake_dist"

@@ -10,7 +10,8 @@ from hardpoint.config import EngineConfig
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EngineSettings, ModelArtifact, ModelInfo
 from hardpoint.launch import _settle
-from hardpoint.plugins import PluginPlan, PluginRuntime
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_platform import FakePlatform, FakePlatformOptions
 from hardpoint.version import __version__

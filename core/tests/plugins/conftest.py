@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
-from hardpoint.plugins import Discovery, PluginPlan, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.records import Discovery
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.testing.hooks_reset import forget_hooks
 
 

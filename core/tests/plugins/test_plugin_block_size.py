@@ -11,7 +11,7 @@ import pytest
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EngineSettings
 from hardpoint.launch import _choose_block_size
-from hardpoint.plugins import PluginRuntime
+from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_platform import FakePlatform, FakePlatformOptions
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hardpoint.plugins import discover
+from hardpoint.plugins.discovery import discover
 
 if TYPE_CHECKING:
     from .conftest import Site
@@ -171,7 +171,7 @@ def test_each_metadata_file_is_opened_once(site: Site, monkeypatch: pytest.Monke
 
 def test_importing_the_package_and_discovering_leaves_the_heavy_modules_out() -> None:
     code = (
-        "import sys; import hardpoint.plugins as p; p.discover(); from hardpoint.plugins import cli;"
+        "import sys; from hardpoint.plugins.discovery import discover; discover(); from hardpoint.plugins import cli;"
         "print([m for m in ('pydantic', 'pluggy', 'torch', 'numpy', 'importlib.metadata') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

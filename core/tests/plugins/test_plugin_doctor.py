@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import KINDS, DoctorReport, PluginSelection, diagnose
 from hardpoint.plugins.cli import run_plugins
+from hardpoint.plugins.doctor import DoctorReport, diagnose
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.render import render
+from hardpoint.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
     from .conftest import Site

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hardpoint.errors import ConfigError, PluginNotFoundError
-from hardpoint.plugins import KINDS, DoctorReport, PluginSelection, diagnose
 from hardpoint.plugins.cli import run_plugins
-from hardpoint.plugins.doctor import PluginReport, ProbeReport
+from hardpoint.plugins.doctor import DoctorReport, PluginReport, ProbeReport, diagnose
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.render import render
+from hardpoint.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
     from .conftest import Site

@@ -12,7 +12,12 @@ import pytest
 
 from hardpoint.errors import PluginConflictError, PluginError, PluginLoadError
 from hardpoint.interfaces.hooks import hookimpl
-from hardpoint.plugins import HookRunner, PluginRuntime, PluginSelection, PluginState, build_plan, hooks
+from hardpoint.plugins import hooks
+from hardpoint.plugins.hooks import HookRunner
+from hardpoint.plugins.report import PluginState
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.hooks_reset import forget_hooks

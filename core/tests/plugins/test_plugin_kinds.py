@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.errors import PluginNotFoundError
-from hardpoint.plugins import KINDS, Cardinality, Trust, kind_spec
+from hardpoint.plugins.kinds import KINDS, Cardinality, Trust, kind_spec
 from hardpoint.roles import ProcessRole
 
 WORKER_KINDS = {

@@ -13,8 +13,11 @@ import pytest
 
 from hardpoint.errors import ConfigError, PluginError, PluginNotFoundError
 from hardpoint.interfaces.plugin import PluginDeclaration
-from hardpoint.plugins import PluginSelection, discover, load_manifest, resolve_plan
 from hardpoint.plugins.cli import run_plugins
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.manifest import load_manifest
+from hardpoint.plugins.resolve import resolve_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.testing.manifest_writer import manifest_text, manifests_of
 
 if TYPE_CHECKING:

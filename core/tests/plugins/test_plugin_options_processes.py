@@ -13,7 +13,11 @@ import pytest
 from hardpoint.config import add_arguments, load_config
 from hardpoint.config.plugin_options import add_plugin_flags
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import PluginPlan, PluginRuntime, PluginSelection, build_plan, discover, resolve_plan
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.resolve import build_plan, resolve_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.process import spawn
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.manifest_writer import manifests_of

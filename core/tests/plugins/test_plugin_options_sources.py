@@ -18,8 +18,10 @@ from hardpoint.config import add_arguments, load_config
 from hardpoint.config.arguments import flag_faults
 from hardpoint.config.plugin_options import add_plugin_flags
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import PluginSelection, build_plan, discover
 from hardpoint.plugins.cli import run_plugins
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.testing.manifest_writer import options_schema
 
 if TYPE_CHECKING:

@@ -10,19 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError, PluginConflictError, PluginError, PluginNotFoundError
-from hardpoint.plugins import (
-    KINDS,
-    DiscoveredPlugin,
-    Discovery,
-    PluginPlan,
-    PluginSelection,
-    SelectedBy,
-    Trust,
-    build_plan,
-    parse_names,
-    parse_pins,
-    resolve_plan,
-)
+from hardpoint.plugins.kinds import KINDS, Trust
+from hardpoint.plugins.plan import PluginPlan, SelectedBy
+from hardpoint.plugins.records import DiscoveredPlugin, Discovery
+from hardpoint.plugins.resolve import build_plan, resolve_plan
+from hardpoint.plugins.selection import PluginSelection, parse_names, parse_pins
 
 if TYPE_CHECKING:
     from .conftest import Site

@@ -9,7 +9,8 @@ import pytest
 
 from hardpoint.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
 from hardpoint.interfaces.plugin import ProbeStatus
-from hardpoint.plugins import PlatformChoice, SelectedBy, select_platform
+from hardpoint.plugins.plan import SelectedBy
+from hardpoint.plugins.platform_selection import PlatformChoice, select_platform
 
 if TYPE_CHECKING:
     from .conftest import Site

@@ -10,7 +10,11 @@ import pytest
 
 from hardpoint.errors import PluginError, PluginLoadError
 from hardpoint.interfaces.plugin import declaration_of, plugin
-from hardpoint.plugins import KINDS, PluginRuntime, PluginSelection, PluginState, build_plan
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.report import PluginState
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 
 if TYPE_CHECKING:

@@ -23,17 +23,13 @@ from hardpoint.errors import (
     PluginNotFoundError,
 )
 from hardpoint.interfaces.plugin import PluginAccess, PluginContext
-from hardpoint.plugins import (
-    KINDS,
-    Discovery,
-    PlannedPlugin,
-    PluginPlan,
-    PluginRuntime,
-    PluginSelection,
-    PluginState,
-    SelectedBy,
-    build_plan,
-)
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.plan import PlannedPlugin, PluginPlan, SelectedBy
+from hardpoint.plugins.records import Discovery
+from hardpoint.plugins.report import PluginState
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 from hardpoint.version import __version__
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from hardpoint.errors import PluginError, PluginLoadError, PluginMismatchError
-from hardpoint.plugins import PluginPlan, PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.process import announce_stop, boot
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.executor_suite import install_fake_worker

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from hardpoint.errors import PluginMismatchError
-from hardpoint.plugins import PluginPlan, PluginSelection, SelectedBy, build_plan, discover, select_platform
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.plan import PluginPlan, SelectedBy
+from hardpoint.plugins.platform_selection import select_platform
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.process import boot
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_platform import FakePlatform, install_fake_platform

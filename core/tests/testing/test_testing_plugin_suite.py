@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from hardpoint.errors import PluginLoadError
-from hardpoint.plugins import discover
+from hardpoint.plugins.discovery import discover
 from hardpoint.testing import plugin_suite
 from hardpoint.testing.kits import kinds_with_kit, kit_of, suite_for
 from hardpoint.testing.plugin_suite import PluginSuite

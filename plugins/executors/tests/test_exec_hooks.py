@@ -14,7 +14,7 @@ import pytest
 
 from hardpoint.errors import WorkerError
 from hardpoint.interfaces import Executor, ExecutorContext, NoOptions
-from hardpoint.plugins import PluginPlan
+from hardpoint.plugins.plan import PluginPlan
 from hardpoint.testing.executor_suite import executor_context, worker_config
 from hardpoint.testing.hooks_reset import forget_hooks
 from hardpoint_executors import multiproc, uniproc

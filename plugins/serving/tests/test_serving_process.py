@@ -20,7 +20,9 @@ from hardpoint.interfaces import (
     SamplingParams,
     ServerFacts,
 )
-from hardpoint.plugins import PluginSelection, build_plan, discover
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app
 from hardpoint.testing import FakeEngineClient

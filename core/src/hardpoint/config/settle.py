@@ -13,7 +13,11 @@ from pydantic import ValidationError
 from hardpoint.config.errors import from_validation
 from hardpoint.config.models import AppConfig, PluginPolicy
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import HookRunner, PluginRuntime, PluginSelection, build_plan, discover, parse_pins
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.hooks import HookRunner
+from hardpoint.plugins.resolve import build_plan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.plugins.selection import PluginSelection, parse_pins
 from hardpoint.roles import ProcessRole
 
 _OPERATORS_OWN = ("plugin_policy", "plugins.hooks", "server.endpoints")

@@ -22,7 +22,7 @@ from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter, StatLogger
 from hardpoint.ipc import create_runtime_dir
 from hardpoint.launch import Launch, prepare
-from hardpoint.plugins import PluginRuntime
+from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app, started
 from hardpoint.server.keys import load_admin_keys, load_keys, require_safe_binding

@@ -108,7 +108,10 @@ def measure(make: MakeScheduler, *, counts: Sequence[int] = COUNTS, num_steps: i
 
 def measure_installed(name: str, *, counts: Sequence[int] = COUNTS, num_steps: int = 60) -> Benchmark:
     """The installed scheduler ``name`` with its default options. Raises the plugin errors of creating it."""
-    from hardpoint.plugins import PluginRuntime, PluginSelection, build_plan, discover
+    from hardpoint.plugins.discovery import discover
+    from hardpoint.plugins.resolve import build_plan
+    from hardpoint.plugins.runtime import PluginRuntime
+    from hardpoint.plugins.selection import PluginSelection
     from hardpoint.roles import ProcessRole
 
     plan = build_plan(discover(), PluginSelection(choices={"scheduler": name}))
