@@ -163,6 +163,7 @@ def _values(blueprint: Blueprint) -> dict[str, str]:
         "distribution": blueprint.distribution,
         "package": blueprint.package,
         "group": spec.group,
+        "variable": re.sub(r"[^A-Z0-9]", "_", blueprint.name.upper()) + "_PRESENT",
         "description": spec.description,
         "roles": ", ".join(sorted(spec.roles)),
         "phase": str(spec.phase),
