@@ -233,6 +233,7 @@ def test_times_are_counted_from_arrival(bench: Bench) -> None:
 
 
 def test_statistics_add_up(bench: Bench) -> None:
+    """L12.24: typed events, whose figures are those of the request."""
     state = bench.add()
     bench.now = 11.0
     bench.feed(state, "a")
@@ -244,6 +245,28 @@ def test_statistics_add_up(bench: Bench) -> None:
     assert [(e.ttft_s, e.inter_token_s) for e in emitted] == [((1.0,), ()), ((), (0.25,))]
     (finished,) = [event for event in bench.events if isinstance(event, RequestFinished)]
     assert (finished.num_generated_tokens, finished.e2e_s, finished.inter_token_s) == (3, 1.5, 0.25)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.sampled_from(["stop", "abort", None])), max_size=12))
+def test_events_of_all_front_ends_make_the_whole(requests: list[tuple[bool, int, str | None]]) -> None:
+    """L12.24: each request ends in one event with its id, at the front end that took it; sums are of all of them."""
+    benches = {False: Bench(), True: Bench()}
+    ended: dict[bool, set[str]] = {False: set(), True: set()}
+    for other, count, end in requests:
+        bench = benches[other]
+        state = bench.add()
+        bench.feed(state, "a" * count, finish_reason=FinishReason.STOP if end == "stop" else None)
+        if end == "abort":
+            bench.outputs.abort(state.processed.request_id)
+        if end is not None:
+            ended[other].add(state.processed.request_id)
+    for other, bench in benches.items():
+        finished = [event.request_id for event in bench.events if isinstance(event, RequestFinished)]
+        assert sorted(finished) == sorted(ended[other])
+    steps = [event for bench in benches.values() for event in bench.events if isinstance(event, StepObserved)]
+    assert sum(step.num_generated_tokens for step in steps) == sum(count for _, count, _ in requests)
+    assert len(ended[False] | ended[True]) == len(ended[False]) + len(ended[True])
 
 
 @settings(max_examples=150, deadline=None)

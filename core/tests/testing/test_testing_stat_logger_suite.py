@@ -100,4 +100,5 @@ MUTANTS: dict[type[StatLogger], str] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_fails(mutant: type[StatLogger]) -> None:
+    """L12.24."""
     assert MUTANTS[mutant] in run_suite(make_suite(mutant), only=MUTANTS[mutant]).failed

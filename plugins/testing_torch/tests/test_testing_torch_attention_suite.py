@@ -168,11 +168,13 @@ def test_a_wrong_kernel_fails(mutant: type[PlainAttention]) -> None:
 
 @pytest.mark.parametrize("mutant", BACKEND_FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_answer_fails(mutant: type[PlainAttentionBackend]) -> None:
+    """L12.20."""
     rule = BACKEND_FAULTS[mutant]
     assert rule in failures(mutant, rule)
 
 
 def test_a_false_promise_of_batch_invariance_fails() -> None:
+    """L12.20."""
     class Leaking(PlainAttention):
         def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
             return super().attend(query, keys, values, causal) * (1 + 1e-6 * self.rows)

@@ -442,11 +442,13 @@ def test_results_may_come_later() -> None:
 
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_faulty_worker_fails(mutant: type[Wrapped]) -> None:
+    """L12.20."""
     rule = FAULTS[mutant]
     assert rule in run_suite(suite_of(mutant), only=rule, first_failure=True).failed
 
 
 def test_what_is_switched_off_is_skipped() -> None:
+    """L12.20."""
     class Small(WrappedSuite):
         logits_processors_option: ClassVar[str | None] = None
         computes_logprobs: ClassVar[bool] = False
