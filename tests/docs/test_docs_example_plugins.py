@@ -32,7 +32,7 @@ def python(arguments: list[str], *search_path: Path, cwd: Path) -> subprocess.Co
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HARDPOINT_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, search_path))
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -44,7 +44,12 @@ def listed(site: list[Path], folder: Path, endpoints: str) -> dict[str, str]:
     return {row["plugin"]["name"]: row["state"] for row in kinds["endpoint"]}
 
 
-@EACH
+# Kits that compute with torch take half a minute each.
+QUICK = ("audit_hooks", "hello_endpoint", "shortest_job_first")
+OWN_TESTS = [pytest.param(e, id=e.name, marks=() if e.name in QUICK else pytest.mark.slow) for e in EXAMPLES]
+
+
+@pytest.mark.parametrize("example", OWN_TESTS)
 def test_its_own_tests_pass(example: Path, tmp_path: Path) -> None:
     write_metadata(project_of(example), tmp_path)
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(example / "tests")]
