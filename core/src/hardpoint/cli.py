@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 _COMMANDS = {"serve": "serve a model over HTTP", "plugins": "list, explain, write and test plugins"}
 
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130

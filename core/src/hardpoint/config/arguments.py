@@ -24,8 +24,6 @@ from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
 
-__all__ = ["add_arguments", "load_config"]
-
 _ENGINE_SECTIONS = ("model", "cache", "scheduler", "execution")
 _OTHER_SECTIONS: Mapping[str, type[BaseModel]] = {"server": ServerConfig}
 _COMMA_LISTS = ("endpoints", "allowed_hosts")

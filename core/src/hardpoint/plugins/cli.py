@@ -7,8 +7,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["SUBCOMMANDS", "run_plugins"]
-
 
 class Subcommand(NamedTuple):
     """``module`` offers ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""

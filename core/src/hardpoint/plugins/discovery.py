@@ -16,7 +16,6 @@ from hardpoint.version import __version__
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["discover"]
 
 _GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(\w+)\.v(\d+)")
 _VALUE = re.compile(r"([\w.]+:[\w.]+)\s*(\[.*\])?")

@@ -21,8 +21,6 @@ from hardpoint.plugins.resolve import resolve_plan
 from hardpoint.plugins.selection import PluginSelection
 from hardpoint.version import __version__
 
-__all__ = ["DoctorReport", "KindReport", "PluginReport", "ProbeReport", "diagnose"]
-
 
 class ProbeReport(msgspec.Struct, frozen=True):
     """An answer. ``faults`` are what was found wrong with the plugin on the way to it."""

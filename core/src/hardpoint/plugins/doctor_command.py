@@ -7,8 +7,6 @@ import argparse
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection_arguments import add_selection, print_report, wants_color
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)

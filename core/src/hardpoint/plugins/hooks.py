@@ -18,7 +18,6 @@ from hardpoint.interfaces.hooks import HOOK_NAMESPACE, HookSpecs
 if TYPE_CHECKING:
     from hardpoint.plugins.runtime import PluginRuntime
 
-__all__ = ["HookRunner"]
 
 _logger = logging.getLogger("hardpoint.plugins")
 _Implementation = tuple[str, Callable[..., object], tuple[str, ...]]

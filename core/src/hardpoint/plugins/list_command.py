@@ -6,8 +6,6 @@ import argparse
 
 from hardpoint.plugins.selection_arguments import add_selection, print_report
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)

@@ -12,8 +12,6 @@ from hardpoint.errors import PluginError
 from hardpoint.plugins.plan import PlannedPlugin
 from hardpoint.plugins.records import DiscoveredPlugin
 
-__all__ = ["MANIFEST_FILE", "UNCHECKED", "Manifest", "PluginManifest", "load_manifest", "read_manifest"]
-
 MANIFEST_FILE = "hardpoint.json"
 UNCHECKED = "unchecked"
 """Key of a schema that tells less than the model accepts: values are then judged where the plugin loads."""

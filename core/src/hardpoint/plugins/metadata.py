@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["MetadataFolder", "canonical_name", "find_archives", "parse_entry_points", "parse_headers", "scan_metadata"]
-
 
 class MetadataFolder(NamedTuple):
     """One distribution's metadata; ``location`` is the search path entry that holds it."""

@@ -10,8 +10,6 @@ from hardpoint.errors import ConfigError
 from hardpoint.plugins.resolve import unknown_options
 from hardpoint.plugins.schema import describe_faults
 
-__all__ = ["option_names", "validate_options"]
-
 
 def validate_options(kind: str, name: str, model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     """An instance of ``model``. Unknown keys are refused whatever the model's own policy says.

@@ -11,8 +11,6 @@ from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.kinds import kind_spec, missing_plugin, no_candidate
 from hardpoint.plugins.records import RefusedPlugin
 
-__all__ = ["PlannedPlugin", "PluginPlan", "SelectedBy"]
-
 
 class SelectedBy(enum.StrEnum):
     """Why a plugin is there. The failure of one that is merely ``INSTALLED`` stops nothing unless strict."""

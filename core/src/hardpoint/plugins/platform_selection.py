@@ -13,8 +13,6 @@ from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import ALLOW_VARIABLE
 from hardpoint.roles import ProcessRole
 
-__all__ = ["FALLBACK_CAPABILITY", "PlatformChoice", "PlatformProbe", "judge", "probe_platforms", "select_platform"]
-
 FALLBACK_CAPABILITY = "fallback"
 _SETTING = "--platform"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DiscoveredPlugin", "Discovery", "RefusedPlugin", "ShadowedDistribution"]
-
 
 class DiscoveredPlugin(msgspec.Struct, frozen=True):
     """One entry point of a known kind and API version, from metadata alone.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 
 from hardpoint.plugins.doctor import DoctorReport, PluginReport
 
-__all__ = ["Paint", "painter", "plain", "render"]
-
 Paint = Callable[[str, str], str]
 _COLORS = {"active": "32", "created": "32", "loaded": "32", "available": "36", "allowed": "36", "discovered": "2"}
 _COLORS |= {"refused": "33", "warning": "33", "failed": "31", "problem": "31", "title": "1"}

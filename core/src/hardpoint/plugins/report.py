@@ -6,8 +6,6 @@ import enum
 
 import msgspec
 
-__all__ = ["LoadReport", "PluginState", "PluginStatus"]
-
 
 class PluginState(enum.StrEnum):
     """How far a plugin came in a process. ``DISCOVERED`` ones belong to other processes' roles."""

@@ -16,8 +16,6 @@ from hardpoint.plugins.selection import ALLOW_VARIABLE, ENDPOINT_SETTING, Plugin
 from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.version import __version__
 
-__all__ = ["build_plan", "resolve_plan", "unknown_options", "unmet_tasks"]
-
 
 def build_plan(discovery: Discovery, selection: PluginSelection) -> PluginPlan:
     """The plan. Raises the first problem's type, with the messages of all."""

@@ -30,7 +30,6 @@ from hardpoint.version import __version__
 if TYPE_CHECKING:
     from hardpoint.interfaces.platform import Platform
 
-__all__ = ["PluginFactoryRecord", "PluginRuntime"]
 
 _logger = logging.getLogger("hardpoint.plugins")
 _COMPUTING_ROLES = frozenset({ProcessRole.ENGINE, ProcessRole.WORKER})

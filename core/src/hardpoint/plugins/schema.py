@@ -15,8 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from hardpoint.plugins.manifest import UNCHECKED
 
-__all__ = ["describe_faults", "schema_faults"]
-
 _logger = logging.getLogger("hardpoint.plugins")
 _ANY = {"type": "any"}
 _SCALARS = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "none"}

@@ -10,8 +10,6 @@ import msgspec
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.kinds import kind_spec
 
-__all__ = ["ALLOW_VARIABLE", "ENDPOINT_SETTING", "STRICT_VARIABLE", "PluginSelection", "parse_names", "parse_pins"]
-
 ALLOW_VARIABLE = "HARDPOINT_PLUGINS"
 STRICT_VARIABLE = "HARDPOINT_PLUGINS_STRICT"
 ENDPOINT_SETTING = "server.endpoints"

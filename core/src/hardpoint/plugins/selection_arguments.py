@@ -22,8 +22,6 @@ from hardpoint.plugins.selection import (
     parse_pins,
 )
 
-__all__ = ["add_selection", "print_report", "wants_color"]
-
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
