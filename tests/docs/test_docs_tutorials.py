@@ -45,6 +45,24 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestWalks:
+    def test_write_an_attention_backend(self, reader: Reader) -> None:
+        """Scaffold, fill in the forward, pass the kit, generate: the tokens are those of the default backend."""
+        walk = Walk(PAGES["write-an-attention-backend"], reader)
+        assert [PASSED in verdict for verdict in walk.after("plugins test hardpoint-sdpa")] == [True]
+        tokens = walk.tokens("sdpa.json")
+        assert len(tokens) == 8
+        assert tokens == walk.tokens("default.json")
+        assert "active: named by the operator" in walk.after("plugins doctor")[0]
+
+    def test_write_a_quantization_method(self, reader: Reader) -> None:
+        """Scaffold, fill in, pass the kit with promises of one's own, generate."""
+        walk = Walk(PAGES["write-a-quantization-method"], reader)
+        kept, broken = walk.after("plugins test hardpoint-grouped")
+        assert PASSED in kept
+        assert "1.062 bytes per weight, promised are 1.05" in broken
+        assert len(walk.tokens("grouped.json")) == 8
+        assert walk.tokens("grouped.json")[:2] == walk.tokens("default.json")[:2], "eight bits keep what is certain"
+
     def test_ship_an_endpoint(self, reader: Reader) -> None:
         """Scaffold, fill in, pass the kit, serve: the route answers, with and without a key."""
         walk = Walk(PAGES["ship-an-endpoint"], reader)

@@ -54,6 +54,9 @@ def test_a_broken_rule_is_told_with_what_it_asks_for(site: Path, capsys: pytest.
     assert status == 1
     assert "hash:acme  FAILED" in told
     assert "x test_every_input_counts: " in told
+    explained = told.partition("x test_every_input_counts: ")[2].splitlines()[1]
+    assert explained.startswith("      "), "explanations are set in"
+    assert not explained.strip().startswith("E "), "pytest's marks tell an author nothing"
     assert "verdict: 0 of 1 plugins keep the rules of their kinds" in told
 
 

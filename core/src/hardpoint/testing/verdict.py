@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,8 +123,9 @@ def _rule(suite: type[PluginSuite], name: str) -> str:
 
 
 def _tail(text: str) -> str:
-    marked = [line for line in text.splitlines() if line.startswith("E ")]
-    return "\n".join((marked or text.splitlines())[-_TAIL_LINES:])
+    """The end of pytest's explanation, without its marks."""
+    marked = [line[1:] for line in text.splitlines() if line.startswith("E ")]
+    return textwrap.dedent("\n".join((marked or text.splitlines())[-_TAIL_LINES:]))
 
 
 def render(
