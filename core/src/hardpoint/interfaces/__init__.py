@@ -37,7 +37,7 @@ from hardpoint.interfaces.model_source import (
 )
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import (
-    DECLARATION_ATTRIBUTE, NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory, ProbeResult,
+    NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory, ProbeResult,
     ProbeStatus, ProcessRole, declaration_of, plugin,
 )
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
@@ -58,7 +58,7 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
-    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DECLARATION_ATTRIBUTE", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
+    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
     "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
     "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
     "BlockUpdate", "BoolArray", "CapturedGraph", "CliCommand", "CommonAttentionMetadata", "Compiler",

@@ -26,10 +26,10 @@ from hardpoint.roles import ProcessRole as ProcessRole
 if TYPE_CHECKING:
     from hardpoint.interfaces.platform import Platform
 
-FactoryT = TypeVar("FactoryT", bound=Callable[..., Any])
-T_co = TypeVar("T_co", covariant=True)
+_FactoryT = TypeVar("_FactoryT", bound=Callable[..., Any])
+_T_co = TypeVar("_T_co", covariant=True)
 
-DECLARATION_ATTRIBUTE = "__hardpoint_plugin__"
+_DECLARATION = "__hardpoint_plugin__"
 
 
 class ProbeStatus(enum.StrEnum):
@@ -95,12 +95,12 @@ class PluginAccess(Protocol):
         """Call this process's implementations of ``hook``. Raises when a strict or named one fails."""
 
 
-class PluginFactory(Protocol[T_co]):
-    def __call__(self, ctx: Any, options: Any, /) -> T_co: ...
+class PluginFactory(Protocol[_T_co]):
+    def __call__(self, ctx: Any, options: Any, /) -> _T_co: ...
 
 
 @dataclass(frozen=True, slots=True)
-class PluginDeclaration(Generic[T_co]):
+class PluginDeclaration(Generic[_T_co]):
     """What :func:`plugin` attaches to a factory.
 
     ``probe`` answers without initializing a device (platforms: without importing torch). ``capabilities`` are open
@@ -124,14 +124,14 @@ def plugin(
     capabilities: Mapping[str, Any] | None = None,
     required_tasks: frozenset[str] = frozenset(),
     roles: frozenset[ProcessRole] | None = None,
-) -> Callable[[FactoryT], FactoryT]:
+) -> Callable[[_FactoryT], _FactoryT]:
     """Declare a factory function or class as a plugin of ``kind``. Has no side effect beyond the attribute."""
 
-    def mark(factory: FactoryT) -> FactoryT:
+    def mark(factory: _FactoryT) -> _FactoryT:
         declaration: PluginDeclaration[Any] = PluginDeclaration(
             kind, options, probe, dict(capabilities or {}), required_tasks, roles
         )
-        setattr(factory, DECLARATION_ATTRIBUTE, declaration)
+        setattr(factory, _DECLARATION, declaration)
         return factory
 
     return mark
@@ -139,4 +139,4 @@ def plugin(
 
 def declaration_of(factory: object) -> PluginDeclaration[Any] | None:
     """The declaration attached by :func:`plugin`, or ``None`` for a bare callable."""
-    return cast("PluginDeclaration[Any] | None", getattr(factory, DECLARATION_ATTRIBUTE, None))
+    return cast("PluginDeclaration[Any] | None", getattr(factory, _DECLARATION, None))
