@@ -191,7 +191,7 @@ def page() -> str:
     ]
     for rule, text in statements().items():
         tests = citations().get(rule, ())
-        more = f" and {len(tests) - _SHOWN} more" if len(tests) > _SHOWN else ""
+        more = " and others" if len(tests) > _SHOWN else ""
         lines.append(f"| {rule} | {text} | {', '.join(map(_link, tests[:_SHOWN]))}{more} |")
     return "\n".join(lines) + "\n"
 

@@ -125,7 +125,7 @@ def bad_wrapper() -> object:
     ],
 )
 def test_a_faulty_implementation_is_refused_at_registration(make: Any, fault: str) -> None:
-    """Lesson: methods that exist but have no effect. The message names plugin, hook, signature and fault."""
+    """L12.14: methods that exist but have no effect. The message names plugin, hook, signature and fault."""
     runner = HookRunner()
     with pytest.raises(PluginLoadError, match=fault):
         runner.register("p", make())
