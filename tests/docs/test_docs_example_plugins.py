@@ -19,7 +19,6 @@ from workspace import ROOT, read_toml
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples_plugins/*/pyproject.toml"))
 EACH = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 HELLO = ROOT / "examples_plugins/hello_endpoint"
-TUTORIAL = ROOT / "docs/extend/write-a-plugin.md"
 FACADE = ("hardpoint.interfaces", "hardpoint.testing", "hardpoint.errors", "hardpoint.logging")
 
 
@@ -85,13 +84,19 @@ def test_hello_stays_small() -> None:
     assert len((HELLO / "src/hello_endpoint/__init__.py").read_text(encoding="utf-8").splitlines()) < 60
 
 
-def test_the_tutorial_shows_the_example_as_it_is() -> None:
-    shown = {block.file: block.text for block in blocks_of(TUTORIAL) if block.file is not None}
-    assert {name.removeprefix("hello_endpoint/") for name in shown} >= {
-        "pyproject.toml",
-        "src/hello_endpoint/__init__.py",
-        "tests/test_hello_endpoint.py",
-    }
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [
+        ("write-a-plugin", {"hello_endpoint/src/hello_endpoint/__init__.py"}),
+        (
+            "write-a-platform",
+            {"background_platform/pyproject.toml", "background_platform/src/background_platform/__init__.py"},
+        ),
+    ],
+)
+def test_pages_show_examples_as_they_are(page: str, files: set[str]) -> None:
+    shown = {block.file: block.text for block in blocks_of(ROOT / f"docs/extend/{page}.md") if block.file is not None}
+    assert {*shown} >= files
     for name, text in shown.items():
         assert text == (ROOT / "examples_plugins" / name).read_text(encoding="utf-8"), name
 
