@@ -157,6 +157,7 @@ def failures(backend_class: type[PlainAttentionBackend], rule: str) -> dict[str,
     return run_suite(Mutated, only=rule).failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", KERNEL_FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_kernel_fails(mutant: type[PlainAttention]) -> None:
     class Mutated(PlainAttentionBackend):
@@ -166,6 +167,7 @@ def test_a_wrong_kernel_fails(mutant: type[PlainAttention]) -> None:
     assert rule in failures(Mutated, rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", BACKEND_FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_answer_fails(mutant: type[PlainAttentionBackend]) -> None:
     """L12.20."""
@@ -175,6 +177,7 @@ def test_a_wrong_answer_fails(mutant: type[PlainAttentionBackend]) -> None:
 
 def test_a_false_promise_of_batch_invariance_fails() -> None:
     """L12.20."""
+
     class Leaking(PlainAttention):
         def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
             return super().attend(query, keys, values, causal) * (1 + 1e-6 * self.rows)
@@ -193,6 +196,7 @@ def test_a_false_promise_of_batch_invariance_fails() -> None:
     assert rule in failures(Promising, rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBES)
 def test_a_faulty_probe_fails(name: str) -> None:
     class Mutated(PlainSuite):

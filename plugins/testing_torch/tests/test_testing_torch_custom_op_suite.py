@@ -165,6 +165,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails(name: str) -> None:
     assert run(MUTANTS[name]).failed

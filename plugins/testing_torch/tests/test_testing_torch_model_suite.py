@@ -305,6 +305,7 @@ def test_the_surface_by_itself_changes_nothing() -> None:
     assert run_suite(suite_of(Changed)).failed == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_faulty_model_fails(mutant: type[Changed]) -> None:
     rule = FAULTS[mutant]

@@ -440,6 +440,7 @@ def test_results_may_come_later() -> None:
     assert len(outcome.passed) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.__name__)
 def test_a_faulty_worker_fails(mutant: type[Wrapped]) -> None:
     """L12.20."""
@@ -449,6 +450,7 @@ def test_a_faulty_worker_fails(mutant: type[Wrapped]) -> None:
 
 def test_what_is_switched_off_is_skipped() -> None:
     """L12.20."""
+
     class Small(WrappedSuite):
         logits_processors_option: ClassVar[str | None] = None
         computes_logprobs: ClassVar[bool] = False
