@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hardpoint.config.errors import one_line
@@ -24,8 +23,7 @@ from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
 
-_ENGINE_SECTIONS = ("model", "cache", "scheduler", "execution")
-_OTHER_SECTIONS: Mapping[str, type[BaseModel]] = {"server": ServerConfig}
+_ENGINE_SECTIONS = tuple(EngineConfig.model_fields)
 _COMMA_LISTS = ("endpoints", "allowed_hosts")
 """Lists whose flag takes commas as well as repetition; keys may hold commas and do not."""
 
@@ -66,12 +64,9 @@ class _Flag:
 
 
 def _flags(with_server: bool) -> Iterator[_Flag]:
-    for section in _ENGINE_SECTIONS:
-        model: Any = EngineConfig.model_fields[section].annotation
+    models: dict[str, Any] = {section: info.annotation for section, info in EngineConfig.model_fields.items()}
+    for section, model in (models | ({"server": ServerConfig} if with_server else {})).items():
         yield from (_Flag(section, field, info) for field, info in model.model_fields.items() if field != "name")
-    if with_server:
-        for section, model in _OTHER_SECTIONS.items():
-            yield from (_Flag(section, field, info) for field, info in model.model_fields.items())
     for field in ("log_level", "log_interval_s"):
         yield _Flag("", field, AppConfig.model_fields[field])
 
@@ -97,22 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_server: bool) -> None
         else:
             settings.update(choices=flag.choices, metavar=None if flag.choices else "VALUE")
         group.add_argument(flag.option, **settings)
-    plugins = parser.add_argument_group("plugins")
+    add = parser.add_argument_group("plugins").add_argument
     # To argparse, an option that is spelt like this as a whole goes before -h and its value.
-    plugins.add_argument(
-        "--help=plugins",
-        action=PluginHelp,
-        dest="help",
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="list the options of installed plugins",
-    )
-    plugins.add_argument(
-        "--plugin", action="append", default=[], metavar="KIND.NAME.KEY=VALUE", help="a plugin's option"
-    )
-    plugins.add_argument("--plugins", metavar="NAMES", help="plugins that may load merely by being installed")
-    plugins.add_argument("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="settle a doubled name")
-    plugins.add_argument("--strict-plugins", action="store_true", help=PluginPolicy.model_fields["strict"].description)
+    text = "list the options of installed plugins"
+    add("--help=plugins", action=PluginHelp, dest="help", nargs=0, default=argparse.SUPPRESS, help=text)
+    add("--plugin", action="append", default=[], metavar="KIND.NAME.KEY=VALUE", help="a plugin's option")
+    add("--plugins", metavar="NAMES", help="plugins that may load merely by being installed")
+    add("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="settle a doubled name")
+    add("--strict-plugins", action="store_true", help=PluginPolicy.model_fields["strict"].description)
 
 
 def flag_faults() -> tuple[str, ...]:
@@ -128,11 +115,9 @@ def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Ap
     engine, rest = _split_document(document)
     for flag in _flags(with_server=True):
         value = _given(flag, arguments, environ)
-        if value is None:
-            continue
-        target = rest if flag.section == "" else (engine if flag.section in _ENGINE_SECTIONS else rest)
-        holder = target if flag.section == "" else _section(target, flag.section)
-        holder[flag.field] = value
+        if value is not None:
+            holder = engine if flag.section in _ENGINE_SECTIONS else rest
+            (_section(holder, flag.section) if flag.section else holder)[flag.field] = value
     if arguments.model is not None:
         _section(engine, "model")["name"] = arguments.model
     if "name" not in _section(engine, "model"):
