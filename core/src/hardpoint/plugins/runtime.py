@@ -67,14 +67,13 @@ class PluginRuntime:
         plan: PluginPlan,
         roles: Iterable[ProcessRole],
         rank: int | None = None,
-        platform: Platform | None = None,
         *,
         installed: Discovery | None = None,
     ) -> None:
         self.plan = plan
         self.roles = frozenset(roles)
         self.rank = rank
-        self.platform = platform
+        self.platform: Platform | None = None
         self.hooks_owner: PluginRuntime | None = None
         self._current = _Activation(os.getpid())
         self.verify(installed)
