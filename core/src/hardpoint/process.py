@@ -240,7 +240,8 @@ def _child_main(payload_fd: int, alive_fd: int) -> int:
     """What ``python -m hardpoint.process`` does: bind to the parent's life, then run the entry."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(alive_fd, False)
-    launch = msgspec.msgpack.decode(_read_payload(payload_fd), type=_Launch)
+    with open(payload_fd, "rb") as file:
+        launch = msgspec.msgpack.decode(file.read(), type=_Launch)
     sys.path[:] = launch.search_path
     if launch.parent_pid is not None:
         _die_with_parent(launch.parent_pid)
@@ -249,11 +250,6 @@ def _child_main(payload_fd: int, alive_fd: int) -> int:
     module, _, function = launch.entry.partition(":")
     result = getattr(importlib.import_module(module), function)(launch.payload)
     return result if isinstance(result, int) else 0
-
-
-def _read_payload(descriptor: int) -> bytes:
-    with open(descriptor, "rb") as file:
-        return file.read()
 
 
 def _die_with_parent(parent_pid: int) -> None:
