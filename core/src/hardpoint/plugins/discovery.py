@@ -77,14 +77,9 @@ def _group_fault(group: str, split: re.Match[str] | None) -> str:
 
 def _core_range(lines: list[str], core_version: str) -> tuple[tuple[str, ...], str]:
     """The distribution's requirements on the core, and what is wrong with them, if anything."""
-    applying: list[str] = []
-    for line in lines:
-        applies, fault = _judge(line, core_version) if line[:9].lower() == "hardpoint" else (False, "")
-        if applies:
-            applying.append(line)
-        if fault:
-            return tuple(applying), fault
-    return tuple(applying), ""
+    judged = {line: _judge(line, core_version) for line in lines if line[:9].lower() == "hardpoint"}
+    applying = tuple(line for line, (applies, _) in judged.items() if applies)
+    return applying, next((fault for _, fault in judged.values() if fault), "")
 
 
 @cache  # Most distributions say the same of the core.
