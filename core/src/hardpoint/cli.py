@@ -66,7 +66,12 @@ def _plugin_commands() -> dict[str, str]:
 def _run_plugin_command(name: str, rest: list[str]) -> int:
     names = _plugin_commands()
     if name not in names:
-        print(f"hardpoint: {_unknown_command(name, (*_COMMANDS, *names))}", file=sys.stderr)
+        from hardpoint.plugins.kinds import install_hint
+        from hardpoint.plugins.suggest import did_you_mean
+
+        known = (*_COMMANDS, *names)
+        fault = f"unknown command {name!r}{did_you_mean(name, known)}; commands: {', '.join(known)}"
+        print(f"hardpoint: {fault}; {install_hint('cli_command', name)}", file=sys.stderr)
         return _USAGE
     from hardpoint.logging import LEVEL_VARIABLE, configure_logging
     from hardpoint.plugins.discovery import discover
@@ -94,14 +99,6 @@ def _parse(parser: argparse.ArgumentParser, rest: list[str]) -> argparse.Namespa
 
         add_plugin_flags(parser)
     return parser.parse_args(rest)
-
-
-def _unknown_command(name: str, known: Sequence[str]) -> str:
-    from hardpoint.plugins.kinds import install_hint
-    from hardpoint.plugins.suggest import did_you_mean
-
-    hint = did_you_mean(name, known)
-    return f"unknown command {name!r}{hint}; commands: {', '.join(known)}; {install_hint('cli_command', name)}"
 
 
 def _overview() -> str:
