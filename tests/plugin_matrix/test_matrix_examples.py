@@ -122,6 +122,7 @@ def test_every_example_has_a_row() -> None:
 def test_alone_it_installs_keeps_its_rules_and_works(
     example: Path, wheels: Mapping[str, Path], model: Path, plain: list[int], tmp_path: Path
 ) -> None:
+    """R12.1."""
     python = make_environment(tmp_path / "environment", [])
     pip(python, "install", "--no-deps", "--no-index", wheels[example.name])
     judged = hardpoint(python, "plugins", "test", name_of(example), "--json", model=model)

@@ -74,7 +74,7 @@ def states(found: dict[str, Any], plugin: str) -> list[str]:
 
 
 def test_every_process_tells_its_own_story(server: ServerProcess, site: Path) -> None:
-    """L12.5: API, engine and worker report with their own ids, and each has loaded its own kinds only."""
+    """L12.5, R12.16: API, engine and worker report with their own ids, and each has loaded its own kinds only."""
     status, found = examined(server, site)
     assert (status, found["problems"], found["differences"], found["unreachable"]) == (0, [], [], [])
     api, engine, worker = found["processes"]

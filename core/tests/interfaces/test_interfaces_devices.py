@@ -82,7 +82,7 @@ def test_an_empty_assignment_is_one_too() -> None:
 
 
 def test_of_concurrent_assignments_one_wins() -> None:
-    """R12.36: every loser is told, and nobody overwrites the winner."""
+    """R12.36, P12.8: every loser is told, and nobody overwrites the winner."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

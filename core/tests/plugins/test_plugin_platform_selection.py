@@ -35,6 +35,7 @@ def select(site: Site, requested: str | None = None, **selection: Any) -> Platfo
 
 
 def test_the_only_available_platform_is_taken(site: Site) -> None:
+    """R12.26."""
     install(site, "gpu", "AVAILABLE")
     install(site, "other", "ABSENT")
     install(site, "host", "AVAILABLE", fallback=True)
@@ -48,6 +49,7 @@ def test_the_only_available_platform_is_taken(site: Site) -> None:
 
 
 def test_a_fallback_serves_where_nothing_else_is(site: Site) -> None:
+    """R12.26."""
     install(site, "gpu", "ABSENT")
     install(site, "host", "AVAILABLE", fallback=True)
     assert select(site).name == "host"
@@ -117,6 +119,7 @@ def test_a_list_without_platforms_is_named_as_the_reason(site: Site) -> None:
 
 
 def test_naming_one_leaves_the_others_unimported(site: Site) -> None:
+    """R12.25."""
     install(site, "gpu", "BROKEN")
     install(site, "host", "AVAILABLE", fallback=True)
     select(site, "host")

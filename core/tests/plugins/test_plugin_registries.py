@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +54,7 @@ def test_a_kind_nobody_provides_is_empty(site: Site, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KEYED)
 def test_distributions_fill_a_registry_side_by_side(site: Site, kind: str) -> None:
-    """R12.5: what is named is created, whoever else has plugins of this and of every other kind."""
+    """R12.5, R12.45: what is named is created, whoever else has plugins of this and of every other kind."""
     fill(site)
     runtime = start(site)
     assert runtime.names(kind) == (f"acme_{kind}", f"rivet_{kind}")
@@ -68,6 +71,96 @@ def test_observers_of_several_distributions_act_together(site: Site, kind: str) 
     fill(site)
     listed = tuple(f"{owner}_{kind}" for owner in SEEDS) if KINDS[kind].trust is Trust.ALLOW_LIST else None
     assert list(start(site, endpoints=listed).create_all(kind)) == [f"{owner}_{kind}" for owner in SEEDS]
+
+
+def test_each_plugin_of_a_package_is_judged_alone(site: Site) -> None:
+    """R12.4: one fails at import, one in its factory, one is for another core; the others of the package work."""
+    points = {
+        "hooks:torn": "mixed_torn:create",
+        "hooks:refusing": "mixed_good:refuse",
+        "hardpoint.hooks.v99|later": "mixed_good:create",
+        "hooks:good": "mixed_good:create",
+        "tokenizer:good": "mixed_good:create",
+    }
+    good = SOURCE + "def refuse(ctx, options): raise OSError('no luck')\n"
+    site.install("mixed", points, modules={"mixed_torn": "import hardpoint_absent_module", "mixed_good": good})
+    runtime = start(site)
+    assert list(runtime.create_all("hooks")) == ["good"]
+    assert runtime.create("tokenizer", "good", runtime.context("tokenizer", "good")) == ("mixed_good", "good")
+    states = {f"{status.kind}:{status.name}": str(status.state) for status in runtime.report().plugins}
+    assert states == {
+        "hooks:torn": "failed",
+        "hooks:refusing": "failed",
+        "hooks:later": "refused",
+        "hooks:good": "created",
+        "tokenizer:good": "created",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tasks", "active"),
+    [(("generate",), ["chat"]), (("embed",), ["vectors"]), (("embed", "generate"), ["chat", "vectors"]), (None, [])],
+)
+def test_one_package_serves_each_task_with_its_endpoint(
+    site: Site, tasks: tuple[str, ...] | None, active: list[str]
+) -> None:
+    """R12.55, R12.53: both are listed; which of them act is decided by what the server offers."""
+    source = "from hardpoint.interfaces.plugin import plugin\n" + "".join(
+        f"@plugin('endpoint', required_tasks=frozenset({{'{task}'}}))\ndef {name}(ctx, options): return ctx.name\n"
+        for name, task in (("chat", "generate"), ("vectors", "embed"))
+    )
+    points = {f"endpoint:{name}": f"acme_routes:{name}" for name in ("chat", "vectors")}
+    site.install("acme-routes", points, modules={"acme_routes": source})
+    runtime = start(site, endpoints=("chat", "vectors"), tasks=tasks)
+    assert list(runtime.create_all("endpoint")) == active
+
+
+REGISTER = """
+import json, sys
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.runtime import PluginRuntime
+from hardpoint.roles import ProcessRole
+
+runtimes = [PluginRuntime(PluginPlan.from_bytes(bytes.fromhex(sys.argv[1])), set(ProcessRole)) for _ in range(2)]
+for _ in range(int(sys.argv[2])):
+    for runtime in runtimes:
+        for planned in runtime.plan.plugins:
+            if planned.active:
+                runtime.create_all(planned.kind)
+            else:
+                runtime.create(planned.kind, planned.name, runtime.context(planned.kind, planned.name))
+rows = [[[s.kind, s.name, s.distribution, s.state] for s in runtime.report().plugins] for runtime in runtimes]
+assert rows[0] == rows[1]
+print(json.dumps([rows[0], {kind: list(runtimes[0].create_all(kind)) for kind in ("hooks", "stat_logger", "endpoint")},
+                  sys.modules["acme_parts"].imported, runtimes[0].fingerprint()]))
+"""
+
+
+def test_any_number_of_loads_in_any_process_gives_equal_registries(site: Site) -> None:
+    """I12.3, P12.4: how often a process loads, and which process it is, shows in nothing."""
+    fill(site)
+    counting = SOURCE + "imported = globals().get('imported', 0) + 1\n"
+    for owner in SEEDS:
+        site.write_module(f"{owner}_parts", counting)
+    plan = build_plan(site.discover(), PluginSelection(endpoints=tuple(f"{owner}_endpoint" for owner in SEEDS)))
+    told = set()
+    for times in (1, 2, 3):
+        done = subprocess.run(
+            [sys.executable, "-c", REGISTER, plan.to_bytes().hex(), str(times)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site.root), *sys.path])},
+        )
+        assert done.returncode == 0, done.stderr
+        told.add(done.stdout)
+    (line,) = told
+    rows, groups, imported, _ = json.loads(line)
+    assert {row[3] for row in rows} == {"created"}
+    assert len(rows) == 2 * len(KINDS)
+    assert groups["hooks"] == ["acme_hooks", "rivet_hooks"]
+    assert imported == 1
 
 
 @pytest.mark.parametrize("kind", ["compiler", "graph_backend", "communicator", "kernel_override", "memory"])

@@ -368,7 +368,7 @@ def test_a_sound_installed_platform_passes(site: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "test"), INSTALLED_MUTANTS)
 def test_each_installed_mutant_is_caught(site: Path, changes: dict[str, str], test: str) -> None:
-    """L12.10."""
+    """L12.10, R12.25."""
     install(site, **changes)
     assert test in run_suite(AcmeSuite, only=test).failed
 
