@@ -63,7 +63,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache .

@@ -87,7 +87,7 @@ def test_a_fresh_package_says_what_its_tests_need(kind: str, kit: str | None, tm
 
 
 @pytest.mark.slow
-@EACH
+@pytest.mark.parametrize("kind", [*QUICK, "attention_backend"])
 def test_pip_installs_a_fresh_package(kind: str, tmp_path: Path) -> None:
     package, project = scaffold(kind, tmp_path / "work")
     site = tmp_path / "site"
