@@ -114,3 +114,15 @@ def test_one_process_that_does_everything_loads_no_route(tmp_path: Path, tiny: P
     loaded = spy.kinds("launcher")
     assert set().union(*EXPECTED.values()) - {"stat_logger", "endpoint"} - loaded == set()
     assert {"stat_logger", "endpoint"} & loaded == set()
+
+
+def test_with_an_empty_list_no_endpoint_is_imported_and_only_the_probes_answer(tmp_path: Path, tiny: Path) -> None:
+    """I12.2, R12.51: the explicit none, on a server that is otherwise whole."""
+    spy = install_import_spy(tmp_path)
+    with serving(tiny, "--endpoints", "", "--num-kv-blocks", "4096", environ=spy.environ) as server:
+        assert {server.status(path) for path in ("/live", "/ready")} == {200}
+        paths = ("/v1/models", "/v1/completions", "/health", "/load", "/metrics", "/openapi.json", "/docs", "/")
+        assert {path: server.status(path) for path in paths} == dict.fromkeys(paths, 404)
+        assert server.stop() == 0
+    assert "stat_logger" in spy.kinds("launcher")
+    assert "endpoint" not in spy.kinds("launcher") | spy.kinds("engine")

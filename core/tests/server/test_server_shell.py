@@ -156,6 +156,7 @@ def test_colliding_routes_refuse_the_start(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/{x}", "/{x:path}"])
 def test_the_probes_cannot_be_taken(path: str) -> None:
+    """R12.54."""
     with pytest.raises(PluginConflictError, match="the server"):
         make_app(endpoints={"one": OneRoute(path)})
 
