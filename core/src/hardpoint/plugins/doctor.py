@@ -95,9 +95,7 @@ def diagnose(
     plan, faults = resolve_plan(discovery, selection or PluginSelection())
     problems = [str(fault) for fault in faults]
     probes = {**(_probe(plan, discovery, problems) if probe else {}), **(probe_workers(plan) if probe_workers else {})}
-    for spec in KINDS.values():
-        if spec.required and not plan.of(spec.name):
-            problems.append(no_candidate(spec.name))
+    problems += [no_candidate(kind) for kind, spec in KINDS.items() if spec.required and not plan.of(kind)]
     problems += [double.fault for double in discovery.shadowed if double.same_folder]
     warnings = [notice for notice in plan.notices if notice not in problems]
     warnings += [double.fault for double in discovery.shadowed if not double.same_folder]
@@ -127,7 +125,7 @@ def _shown(variable: str) -> str:
 
 def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> Probes:
     # Deferred: reports without probing need neither pydantic nor the runtime.
-    from hardpoint.plugins.platform_selection import judge, probe_platforms
+    from hardpoint.plugins.platform_selection import judge, probe_platform
     from hardpoint.plugins.runtime import PluginRuntime
     from hardpoint.roles import ProcessRole
 
@@ -136,7 +134,7 @@ def _probe(plan: PluginPlan, discovery: Discovery, problems: list[str]) -> Probe
         return {}
     requested = next((planned.name for planned in platforms if planned.active), None)
     runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=discovery)
-    probes = probe_platforms(runtime, tuple(planned.name for planned in platforms))
+    probes = [probe_platform(runtime, planned.name) for planned in platforms]
     automatic = runtime.candidates("platform")
     try:
         asked = [probe for probe in probes if requested or probe.name in automatic]

@@ -47,18 +47,13 @@ def select_platform(
         plan.find("platform", requested)
     runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=installed)
     names = runtime.candidates("platform") if requested is None else (requested,)
-    probes = probe_platforms(runtime, names)
-    return PlatformChoice(
-        judge(probes, requested, runtime.names("platform")), [(probe.name, probe.result) for probe in probes]
-    )
+    probes = [probe_platform(runtime, name) for name in names]
+    chosen = judge(probes, requested, runtime.names("platform"))
+    return PlatformChoice(chosen, [(probe.name, probe.result) for probe in probes])
 
 
-def probe_platforms(runtime: PluginRuntime, names: tuple[str, ...]) -> list[PlatformProbe]:
-    """Ask each platform. One that cannot be imported, has no probe or raises in it counts as broken."""
-    return [_probe(runtime, name) for name in names]
-
-
-def _probe(runtime: PluginRuntime, name: str) -> PlatformProbe:
+def probe_platform(runtime: PluginRuntime, name: str) -> PlatformProbe:
+    """Ask a platform. One that cannot be imported, has no probe or raises in it counts as broken."""
     fallback = False
     try:
         declaration = runtime.load_factory("platform", name).declaration
