@@ -14,13 +14,7 @@ from hardpoint.plugins.doctor import Probes, diagnose
 from hardpoint.plugins.kinds import kind_spec
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.render import render
-from hardpoint.plugins.selection import (
-    DEFAULT_ENDPOINTS,
-    ENDPOINT_VARIABLE,
-    PluginSelection,
-    parse_names,
-    parse_pins,
-)
+from hardpoint.plugins.selection import DEFAULT_ENDPOINTS, ENDPOINT_VARIABLE, PluginSelection, parse_names, parse_pins
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
