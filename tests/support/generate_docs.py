@@ -18,10 +18,11 @@ from pydantic_core import PydanticUndefined
 
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
-from hardpoint.plugins.kinds import KINDS, KindSpec, Trust
+from hardpoint.plugins.kinds import KINDS
+from plugin_reference import plugin_reference
 from plugin_rules import PAGE as RULES_PAGE
 from plugin_rules import page as plugin_rules
-from workspace import ROOT, core, plugin_distributions
+from workspace import ROOT, plugin_distributions
 
 __all__ = ["PAGES", "configuration", "options_models", "plugin_kinds", "plugin_options", "stale_pages"]
 
@@ -177,58 +178,9 @@ of the built-in plugins: [Options](plugin-options.md).
 """
 
 
-def _interface_of(kind: str) -> str:
-    """The module whose docstrings say that they define ``kind``."""
-    for path in sorted((core().source / "interfaces").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        first = text.partition('"""')[2].partition("\n")[0]
-        claims = f"Plugin kind ``{kind}``" in text or f"The kind ``{kind}``" in first
-        if claims or (first.startswith("Plugin kinds") and f"``{kind}``" in first):
-            return f"`hardpoint.interfaces.{path.stem}`"
-    if f"a ``{kind}`` plugin" in (core().source / "interfaces/kv_cache.py").read_text(encoding="utf-8"):
-        return "`hardpoint.interfaces.kv_cache`"
-    return "with its first plugin"
-
-
-def _built_in(spec: KindSpec) -> str:
-    names = [name for dist in plugin_distributions() for name in dist.entry_points.get(spec.group, {})]
-    return ", ".join(f"`{name}`" for name in sorted(names)) or "–"
-
-
 def plugin_kinds() -> str:
     """``docs/reference/plugin-kinds.md`` from the table of kinds, the interfaces and the entry points on disk."""
-    rows = [
-        "| kind | what it is | processes | when | how many | interface | in this repository |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for spec in KINDS.values():
-        name = f"`{spec.name}`" + (" *" if spec.required else "")
-        processes = "all" if len(spec.roles) == 4 else ", ".join(sorted(spec.roles))
-        many = spec.cardinality + (", if allow-listed" if spec.trust is Trust.ALLOW_LIST else "")
-        cells = (name, spec.description, processes, spec.phase, many, _interface_of(spec.name), _built_in(spec))
-        rows.append(f"| {' | '.join(cells)} |")
-    if {spec.api_version for spec in KINDS.values()} != {1}:
-        raise ValueError("kinds have different versions now: say each kind's own in the table")
-    return "\n\n".join([_NOTE, "# Plugin kinds", _KINDS_TEXT.strip(), "\n".join(rows), _LEGEND.strip()]) + "\n"
-
-
-_KINDS_TEXT = """
-A plugin is an entry point in the group `hardpoint.<kind>.v<major>`; every kind below is at version 1, so an
-endpoint is registered under `hardpoint.endpoint.v1`. An entry point for another version is seen, refused and
-reported, never imported.
-"""
-
-_LEGEND = """
-\\* a kind without which no engine starts.
-
-*Processes* whose code may be the plugin's: asking for it elsewhere is an error. *When*: the moment at which its
-code first runs there. *How many* are active: `exactly one` and `one` need a choice when
-several are installed; of a `keyed` kind those that something names; of `many` all that
-are admitted. *With its first plugin*: name and group are reserved, the interface is not written yet.
-
-See [Plugins](../concepts/plugins.md) for how they are chosen and [Write a plugin](../extend/write-a-plugin.md) for
-how to make one.
-"""
+    return plugin_reference(_NOTE)
 
 
 def options_models() -> Iterator[tuple[str, str, type[BaseModel]]]:
