@@ -14,7 +14,7 @@ from pathlib import Path
 
 from workspace import ROOT
 
-__all__ = ["LESSONS", "PAGE", "RULES", "citations", "page", "statements", "uncited"]
+__all__ = ["LESSONS", "PAGE", "RULES", "citations", "cited", "files", "page", "statements", "uncited"]
 
 _CITATION = re.compile(r"\b([RPIL]12\.\d+)\b")
 _SHOWN = 3
@@ -134,21 +134,22 @@ def citations() -> Mapping[str, tuple[str, ...]]:
     Tests of the conformance kit count as well. They come last: they hold others, while the others hold us.
     """
     found: dict[str, list[str]] = {}
-    for path in _files():
+    for path in files():
         source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
         if not _CITATION.search(source):
             continue
         tree = ast.parse(source)
-        for rule in _cited(ast.get_docstring(tree)):
+        for rule in cited(ast.get_docstring(tree)):
             found.setdefault(rule, []).append(name)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-                for rule in _cited(ast.get_source_segment(source, node)):
+                for rule in cited(ast.get_source_segment(source, node)):
                     found.setdefault(rule, []).append(f"{name}::{node.name}")
     return {rule: tuple(sorted(tests, key=_place)) for rule, tests in found.items()}
 
 
-def _cited(text: str | None) -> list[str]:
+def cited(text: str | None) -> list[str]:
+    """Numbers of rules in ``text``, whether there are such rules or not."""
     return sorted(set(_CITATION.findall(text or "")))
 
 
@@ -157,7 +158,8 @@ def _place(test: str) -> tuple[bool, bool, str]:
     return "/src/" in test, "::" not in test, test
 
 
-def _files() -> list[Path]:
+def files() -> list[Path]:
+    """Every test, and every conformance class."""
     folders = ("core", "platforms", "plugins", "examples_plugins", "tests")
     tests = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
     kits = [*(ROOT / "core/src/hardpoint/testing").glob("*_suite.py")]
