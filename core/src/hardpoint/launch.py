@@ -35,8 +35,6 @@ from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection, parse_pins
 from hardpoint.roles import ProcessRole
 
-__all__ = ["Launch", "plugin_selection", "prepare", "start_runtime"]
-
 _logger = logging.getLogger("hardpoint.launch")
 _DEFAULT_MAX_NUM_SEQS = 64
 _DEFAULT_BATCHED_TOKENS = 1024
@@ -205,10 +203,9 @@ def _find_tokenizer(runtime: PluginRuntime, artifact: ModelArtifact) -> str:
 def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> EngineSettings:
     """Let the platform fill what the user left open, and refuse what cannot be."""
     platform: Platform = runtime.platform  # type: ignore[assignment]
-    auto = engine.model.dtype == "auto"
     settings = EngineSettings(
         executor=engine.execution.executor,
-        dtype=None if auto else engine.model.dtype,
+        dtype=None if engine.model.dtype == "auto" else engine.model.dtype,
         kv_cache_dtype=None if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype,
         block_size=engine.cache.block_size,
         attention_backend=engine.execution.attention_backend,
@@ -222,12 +219,9 @@ def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> En
     platform.check_and_update(settings)
     if not settings.worker:
         raise ConfigError(f"platform {platform.name!r} set no worker; its check_and_update must name one")
-    if settings.dtype is None:
-        settings.dtype = info.dtype
-    if settings.kv_cache_dtype is None:
-        settings.kv_cache_dtype = settings.dtype
-    if settings.block_size is None:
-        settings.block_size = _choose_block_size(runtime, platform, settings)
+    settings.dtype = settings.dtype or info.dtype
+    settings.kv_cache_dtype = settings.kv_cache_dtype or settings.dtype
+    settings.block_size = settings.block_size or _choose_block_size(runtime, platform, settings)
     return settings
 
 
@@ -259,8 +253,6 @@ def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> Plug
     plan = plan.choose("weight_loader", loader, SelectedBy.DEFAULT, "accepts the model's files")
     if settings.executor is not None:
         plan = plan.choose("executor", settings.executor, SelectedBy.DEFAULT, "the platform's or the operator's choice")
-    plan.selected("executor")
-    plan.selected("scheduler")
     return plan
 
 

@@ -47,12 +47,7 @@ class _Launch(msgspec.Struct, frozen=True):
 
 
 def spawn(
-    entry: str,
-    payload: bytes,
-    *,
-    name: str,
-    env: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
+    entry: str, payload: bytes, *, name: str, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
 ) -> ChildProcess:
     """Start ``module:function`` with ``payload`` in a new interpreter with the same flags and module search path.
 
@@ -71,11 +66,9 @@ def spawn(
         with open(payload_fd, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(launch))
         os.lseek(payload_fd, 0, os.SEEK_SET)
+        command = [sys.executable, "-P", *_interpreter_flags(), "-m", "hardpoint.process", name]
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", *_interpreter_flags(), "-m", "hardpoint.process"),
-                *(name, str(payload_fd), str(alive_read)),
-            ],
+            [*command, str(payload_fd), str(alive_read)],
             env={**os.environ, **(env or {})},
             pass_fds=(payload_fd, alive_read, *pass_fds),
             stdin=subprocess.DEVNULL,

@@ -9,17 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hardpoint.config.units import Bytes, Count
 from hardpoint.plugins.selection import DEFAULT_ENDPOINTS
 
-__all__ = [
-    "AppConfig",
-    "CacheConfig",
-    "EngineConfig",
-    "ExecutionConfig",
-    "ModelConfig",
-    "PluginPolicy",
-    "SchedulerConfig",
-    "ServerConfig",
-]
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)

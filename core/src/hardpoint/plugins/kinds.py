@@ -11,9 +11,6 @@ from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins.suggest import did_you_mean
 from hardpoint.roles import ProcessRole
 
-__all__ = ["GROUP_PREFIX", "KINDS", "Cardinality", "KindSpec", "Phase", "Trust"]
-__all__ += ["install_hint", "kind_spec", "missing_plugin", "no_candidate"]
-
 GROUP_PREFIX = "hardpoint."
 
 
@@ -72,12 +69,8 @@ class KindSpec:
         return self.cardinality in (Cardinality.EXACTLY_ONE, Cardinality.ONE)
 
 
-_LAUNCHER = frozenset({ProcessRole.LAUNCHER})
-_API = frozenset({ProcessRole.API})
-_ENGINE = frozenset({ProcessRole.ENGINE})
-_WORKER = frozenset({ProcessRole.WORKER})
+_LAUNCHER, _API, _ENGINE, _WORKER = (frozenset({role}) for role in ProcessRole)
 _ALL = frozenset(ProcessRole)
-
 _EXACTLY_ONE, _ONE, _KEYED, _MANY = Cardinality
 _AT_ENGINE, _AT_WORKER, _AT_COMPONENT = Phase.ENGINE_START, Phase.WORKER_START, Phase.COMPONENT_START
 _ASKED = Phase.ON_DEMAND
