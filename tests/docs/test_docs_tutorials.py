@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from doc_blocks import Block
+from doc_blocks import Block, blocks_of
 from doc_reader import TUTORIALS, Reader, story
-from workspace import ROOT
+from hardpoint import LLM, Prompt, SamplingParams
+from hardpoint.testing.scaffold import Blueprint, write_package
+from scratch_install import write_metadata
+from tiny_llama import write_tiny_llama
+from workspace import ROOT, read_toml
 
 PAGES = {name: ROOT / f"docs/extend/{name}.md" for name in TUTORIALS}
 PASSED = "verdict: 1 of 1 plugins keep the rules of their kinds"
@@ -33,6 +38,36 @@ class Walk:
         answer: dict[str, Any] = json.loads((self.reader.desk / name).read_text(encoding="utf-8"))
         ids: list[int] = answer["token_ids"]
         return ids
+
+
+def tokens_of(model: Path, **settings: Any) -> list[int]:
+    with LLM(str(model), dtype="float32", num_kv_blocks=64, **settings) as llm:
+        (answer,) = llm.generate([Prompt(token_ids=[5, 17, 3, 42, 8])], SamplingParams(temperature=0, max_tokens=6))
+    return list(answer.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "setting", "same"),
+    [("attention_backend", "sdpa", "attention_backend", True), ("quantization", "grouped", "quantization", False)],
+)
+def test_the_code_of_the_page_runs_a_tiny_model(
+    kind: str, name: str, setting: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files without the time that installing takes."""
+    package = write_package(Blueprint.of(kind, name), tmp_path)
+    for page in PAGES.values():
+        for block in blocks_of(page):
+            if block.file is not None and block.file.startswith(package.name):
+                (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    write_metadata(read_toml(package / "pyproject.toml")["project"], package / "src")
+    model = write_tiny_llama(tmp_path / "tiny")
+    plain = tokens_of(model)
+    monkeypatch.syspath_prepend(package / "src")
+    try:
+        assert (tokens_of(model, **{setting: name}) == plain) or not same
+        assert package.name.replace("-", "_") in sys.modules, "another plugin computed"
+    finally:
+        sys.modules.pop(package.name.replace("-", "_"), None)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ __all__ = ["Signature", "interface_of", "kit_of", "kits_on_disk", "plugin_refere
 
 PUBLIC = "hardpoint.interfaces"
 _CONFORMANCE = KINDS["conformance"]
+_GENERAL_PAGES = ("write-a-plugin", "api-stability")
 _NO_FACTORY = "–"
 _FILLERS = dict.fromkeys(("package", "name", "title", "distribution", "kind", "group", "suite", "suite_module"), "x")
 
@@ -136,7 +137,7 @@ def _guides(spec: KindSpec) -> Iterator[str]:
     marks = re.compile(rf"^hardpoint plugins new {spec.name} |^\[project\.entry-points\.\"{spec.group}\"\]", re.M)
     for page in sorted(ROOT.glob("docs/extend/*.md")):
         text = page.read_text(encoding="utf-8")
-        if marks.search(text) and page.stem != "write-a-plugin":
+        if marks.search(text) and page.stem not in _GENERAL_PAGES:
             yield f"[{text.partition(chr(10))[0].removeprefix('# ')}](../extend/{page.name})"
 
 
