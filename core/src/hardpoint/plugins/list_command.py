@@ -1,17 +1,103 @@
-"""``hardpoint plugins list``: what is installed, from metadata alone. Imports no plugin."""
+"""``hardpoint plugins list``: what is installed, from metadata alone, under a selection. Imports no plugin.
+
+The doctor shares its flags and its report.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 
-from hardpoint.plugins.selection_arguments import add_selection, print_report
+import msgspec
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins.doctor import Probes, diagnose
+from hardpoint.plugins.kinds import kind_spec
+from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.render import render
+from hardpoint.plugins.selection import DEFAULT_ENDPOINTS, ENDPOINT_VARIABLE, PluginSelection, parse_names, parse_pins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_selection(parser)
+    add = parser.add_argument
+    add("kind", nargs="?", metavar="KIND", help="show plugins of this kind only")
+    add("--json", action="store_true", help="print stable JSON instead of text")
+    add("-v", "--verbose", action="store_true", help="show paths, requirements, manifests and capabilities too")
+    add("--config", metavar="FILE", help="judge the selection that this settings file makes")
+    add("--plugins", metavar="NAMES", help="allow-list, comma-separated; empty admits none (HARDPOINT_PLUGINS)")
+    add("--endpoints", metavar="NAMES", help="endpoint allow-list, comma-separated")
+    add("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="take a plugin from this distribution")
+    add("--use", action="append", default=[], metavar="KIND=NAME", help="choose a plugin by name")
+    add("--strict-plugins", action="store_true", help="any failing plugin stops the start")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Always 0: a list judges nothing."""
     print_report(arguments, probe=False)
     return 0
+
+
+def print_report(
+    arguments: argparse.Namespace, *, probe: bool, probe_workers: Callable[[PluginPlan], Probes] | None = None
+) -> tuple[str, ...]:
+    """Examine and print; the problems found, of all kinds whichever is shown."""
+    if arguments.kind is not None:
+        kind_spec(arguments.kind)
+    report = diagnose(_selection(arguments), probe=probe, probe_workers=probe_workers)
+    if probe:
+        from hardpoint.config.arguments import flag_faults  # needs what reads settings, and a list does without
+
+        report = msgspec.structs.replace(report, problems=(*report.problems, *flag_faults()))
+    if arguments.json:
+        shown = tuple(kind for kind in report.kinds if arguments.kind in (None, kind.kind))
+        print(msgspec.structs.replace(report, kinds=shown).to_json())
+    else:
+        print(render(report, color=wants_color(), verbose=arguments.verbose, kind=arguments.kind))
+        if probe and not report.problems:
+            print("no problems found")
+    return report.problems
+
+
+def wants_color() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _selection(arguments: argparse.Namespace) -> PluginSelection:
+    """What the file or else the environment selects, with what the flags say instead."""
+    base = _configured(arguments.config) if arguments.config else _unconfigured()
+    used: dict[str, tuple[str, ...]] = {}
+    for use in arguments.use:
+        kind, equals, name = use.partition("=")
+        if not (kind and equals and name):
+            raise ConfigError(f"--use {use!r} is not of the form KIND=NAME")
+        used[kind] = (*used.get(kind, ()), name)
+    allow, endpoints = parse_names(arguments.plugins), parse_names(arguments.endpoints)
+    return msgspec.structs.replace(
+        base,
+        allow=base.allow if allow is None else allow,
+        endpoints=base.endpoints if endpoints is None else endpoints,
+        choices={**base.choices, **used},
+        pins={**base.pins, **parse_pins(arguments.pin)},
+        strict=base.strict or arguments.strict_plugins,
+    )
+
+
+def _unconfigured() -> PluginSelection:
+    endpoints = parse_names(os.environ.get(ENDPOINT_VARIABLE))
+    return PluginSelection.from_environment(os.environ, endpoints=DEFAULT_ENDPOINTS if endpoints is None else endpoints)
+
+
+def _configured(path: str) -> PluginSelection:
+    # Deferred: without a file the commands need none of what reads one.
+    from hardpoint.config.arguments import add_arguments as add_settings
+    from hardpoint.config.arguments import load_config
+    from hardpoint.launch import plugin_selection
+
+    parser = argparse.ArgumentParser()
+    add_settings(parser, with_server=True)
+    # Which model is served plays no part, but a configuration must name one.
+    config = load_config(parser.parse_args(["model", "--config", path]), os.environ)
+    (engine,) = config.engines.values()
+    return plugin_selection(config, engine, dict(os.environ), serves=True)
