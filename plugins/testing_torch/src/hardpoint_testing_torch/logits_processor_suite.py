@@ -305,7 +305,8 @@ class LogitsProcessorSuite(PluginSuite):
         return start_driver(worker, world.config)
 
     def _by_hand(self, tiny: TinyModel) -> list[int]:
-        processor, tokens = self.affected(0), list(self.prompt)
+        processor, tokens = self.fresh(), list(self.prompt)
+        processor.add(self.row(0, self.sampling, answer=()))  # as the worker begins, with nothing said yet
         for _ in range(8):
             tokens.append(int(self.apply(processor, tiny.logits(tokens)[-1:], [0]).argmax()))
             processor.observe(np.asarray([0], dtype=np.int32), np.asarray(tokens[-1:], dtype=np.int32))

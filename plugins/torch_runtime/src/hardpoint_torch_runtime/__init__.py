@@ -9,11 +9,14 @@ from hardpoint_torch_runtime.forward_context import (
 )
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
+from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
 
 __all__ = [
     "BatchDescriptor",
     "ForwardContext",
     "LayerToolkit",
+    "TorchWorker",
+    "TorchWorkerOptions",
     "WeightReport",
     "get_forward_context",
     "has_forward_context",

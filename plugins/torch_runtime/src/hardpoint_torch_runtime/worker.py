@@ -71,7 +71,11 @@ class TorchWorkerOptions(BaseModel):
 
 
 class TorchWorker(Worker):
-    """Methods must be called in the order of :class:`Worker`; a call out of order raises ``RuntimeError``."""
+    """Methods must be called in the order of :class:`Worker`; a call out of order raises ``RuntimeError``.
+
+    Workers of other plugins may derive from it. Raises ``ConfigError`` for a context without configuration, platform
+    or plugins, and for what it does not do: ranks that divide nothing, compilers.
+    """
 
     def __init__(self, ctx: WorkerContext, options: TorchWorkerOptions) -> None:
         if ctx.config is None or ctx.platform is None or ctx.plugins is None:
@@ -87,6 +91,12 @@ class TorchWorker(Worker):
         self._backend: AttentionBackend | None = None
         self._need: AttentionNeed | None = None
         self._runner: ModelRunner | None = None
+        parallel = self.config.parallel
+        if parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+            raise ConfigError(
+                f"{parallel.world_size} ranks were asked for, but nothing divides the model among them: each would "
+                "compute all of it; set --world-size 1"
+            )
         if self.config.compiler is not None:
             raise ConfigError(
                 f"compiler {self.config.compiler!r} was asked for, but this worker runs models as they are; "
@@ -267,11 +277,5 @@ def refuse_row(row: NewRow) -> str | None:
 
 @plugin("worker", options=TorchWorkerOptions)
 def create(ctx: WorkerContext, options: TorchWorkerOptions) -> Worker:
-    """Entry point ``hardpoint.worker.v1`` ``torch``. Raises ``ConfigError`` for ranks that divide nothing."""
-    parallel = ctx.config.parallel if ctx.config is not None else None
-    if parallel is not None and parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
-        raise ConfigError(
-            f"{parallel.world_size} ranks were asked for, but nothing divides the model among them: each would compute "
-            "all of it; set --world-size 1"
-        )
+    """Entry point ``hardpoint.worker.v1`` ``torch``."""
     return TorchWorker(ctx, options)
