@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.testing.kits import kinds_with_kit
 from hardpoint.testing.scaffold import Blueprint, available_kinds, write_package
 from scratch_install import write_metadata
 
@@ -45,6 +46,19 @@ def install(package: Path, project: dict[str, Any], site: Path) -> None:
     for entry in (package / "src").iterdir():
         (site / entry.name).symlink_to(entry)
     write_metadata(project, site)
+
+
+def test_every_kit_has_a_template() -> None:
+    assert set(available_kinds()) == set(kinds_with_kit())
+
+
+def test_models_are_named_by_architecture(tmp_path: Path) -> None:
+    told = hardpoint("plugins", "new", "model", "AcmeForCausalLM", "--into", tmp_path)
+    assert "hardpoint plugins manifest hardpoint-acmeforcausallm" in told
+    package = tmp_path / "hardpoint-acmeforcausallm"
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["hardpoint.model.v1"] == {"AcmeForCausalLM": "hardpoint_acmeforcausallm:create"}
+    assert "class TestAcmeForCausalLM(" in (package / "src/hardpoint_acmeforcausallm/conformance.py").read_text()
 
 
 # The whole kit of every kind takes minutes; these few show in the fast tier that the way works.

@@ -26,5 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"  install it:  python -m pip install -e {folder}")
     print(f"  look at it:  hardpoint plugins list {blueprint.kind}")
     print(f"  test it:     hardpoint plugins test {blueprint.distribution}")
+    print(f"  describe it: hardpoint plugins manifest {blueprint.distribution}")
     print(f"  its code is in {blueprint.code}, what to do next in README.md")
     return 0
