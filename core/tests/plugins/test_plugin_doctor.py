@@ -49,6 +49,11 @@ def test_a_complete_installation_has_no_problems(site: Site) -> None:
     assert row.plugin.requires == ("hardpoint-core>=0.0.1",)
 
 
+def test_a_platform_whose_device_is_not_there_is_not_called_available(site: Site) -> None:
+    complete(site, "ABSENT")
+    assert "the_platform  acme-all 1.0  absent  [absent: because]" in render(examine(site), verbose=False)
+
+
 def test_an_empty_installation_names_what_to_install(site: Site) -> None:
     """R12.6."""
     report = examine(site)

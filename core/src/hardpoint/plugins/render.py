@@ -44,7 +44,8 @@ def _lines(report: DoctorReport, paint: Paint, verbose: bool, only: str | None) 
             source = f"{row.plugin.distribution} {row.plugin.version}"
             reason = "" if row.reason in _PLAIN_REASONS and not verbose else f": {row.reason}"
             answer = f"  [{row.probe.status}: {plain(row.probe.reason)}]" if row.probe else ""
-            yield f"{branch} {row.plugin.name}  {source}  {paint(row.state, row.state)}{reason}{answer}"
+            state = row.probe.status if row.probe and row.state == "available" else row.state
+            yield f"{branch} {row.plugin.name}  {source}  {paint(state, row.state)}{reason}{answer}"
             yield from (f"{stem} {paint('fault', 'problem')}: {plain(fault)}" for fault in row.faults)
             if verbose or row.faults:
                 yield from (f"{stem} {detail}" for detail in _details(row))
