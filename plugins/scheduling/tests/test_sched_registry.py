@@ -119,7 +119,7 @@ def test_the_role_of_a_group_wins_over_its_class() -> None:
 
 
 def test_equal_registration_is_silent_and_a_conflict_names_both_sides() -> None:
-    """R1.63."""
+    """R1.63, R12.13."""
     registry = SpecRegistry()
     registry.register(KVSpecRegistration(FullAttentionSpec, FullAttentionManager))
     registry.register(KVSpecRegistration(FullAttentionSpec, FullAttentionManager, FullAttentionSpec))
