@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from doc_blocks import blocks_of, pages
+from doc_blocks import Block, blocks_of, pages
 from doc_reader import TUTORIALS, Reader, page_id, runs_something, story
+from workspace import ROOT
 
 WALKED = [page for page in pages() if runs_something(page, slow=True) and page.stem not in TUTORIALS]
 
@@ -49,6 +50,22 @@ def test_pages_are_found() -> None:
     assert {"README.md", "docs/quickstart.md", "docs/extend/ship-an-endpoint.md"} <= {page_id(page) for page in pages()}
     assert any(runs_something(page, slow=False) for page in pages())
     assert any("server" in block.words for page in pages() for block in blocks_of(page))
+
+
+def command(text: str) -> Block:
+    return Block(ROOT / "README.md", 1, "bash", frozenset({"test"}), None, text)
+
+
+def test_a_reader_has_an_environment_of_their_own(reader: Reader) -> None:
+    """Whatever is installed there reaches nobody else."""
+    told = reader.follow(command("command -v hardpoint pip python; python -c 'import sys; print(sys.prefix)'"))
+    home = reader.python.parent
+    assert told.splitlines() == [*(str(home / name) for name in ("hardpoint", "pip", "python")), str(home.parent)]
+
+
+def test_a_step_that_fails_is_named_with_what_it_printed(reader: Reader) -> None:
+    with pytest.raises(AssertionError, match=r"README.md:1 ended with 3\n(.|\n)*on the way"):
+        reader.follow(command("echo on the way\nexit 3\n"))
 
 
 def test_an_unknown_mark_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
