@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from doc_blocks import blocks_of
+from hardpoint.testing.scaffold import available_kinds
 from import_rules import imports_of, module_name
 from scratch_install import write_metadata
 from workspace import ROOT, read_toml
@@ -99,6 +101,21 @@ def test_pages_show_examples_as_they_are(page: str, files: set[str]) -> None:
     assert {*shown} >= files
     for name, text in shown.items():
         assert text == (ROOT / "examples_plugins" / name).read_text(encoding="utf-8"), name
+
+
+def test_the_introduction_names_every_kind_that_can_be_begun() -> None:
+    rows = (ROOT / "docs/extend/write-a-plugin.md").read_text(encoding="utf-8").partition("\n## Kinds\n")[2]
+    named = {
+        name for row in rows.splitlines() if row.startswith("| ") for name in re.findall(r"`(\w+)`", row.split("|")[2])
+    }
+    assert {*available_kinds()} <= named
+
+
+def test_the_introduction_leads_to_files_that_are_there() -> None:
+    text = (ROOT / "docs/extend/write-a-plugin.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:plugins|platforms)/[\w/]+\.py)`", text)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def load_model(
     """Create the architecture's model, with ``kernels`` at the seams, and fill it.
 
     Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
-    fit, ``ConfigError`` for a quantization method that refuses.
+    fit, ``ConfigError`` for a quantization method that refuses or that the platform does not run.
     """
     quantization = _quantization(plugins, config, device)
     toolkit = LayerToolkit.create(
@@ -94,6 +94,12 @@ def _quantization(plugins: PluginAccess, config: WorkerConfig, device: torch.dev
     if config.quantization is None:
         return None
     name = config.quantization
+    platform = plugins.context("quantization", name).platform
+    if platform is not None and platform.supported_quantization and name not in platform.supported_quantization:
+        allowed = ", ".join(platform.supported_quantization)
+        raise ConfigError(
+            f"platform {platform.name!r} runs no quantization {name!r}; allowed: {allowed}; change --quantization"
+        )
     method: QuantizationMethod = create_in_worker(plugins, "quantization", name, config, device)
     reason = method.refuse(config.model, device.type)
     if reason is not None:
