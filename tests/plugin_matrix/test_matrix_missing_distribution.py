@@ -41,7 +41,7 @@ NEEDS: Mapping[str, Need] = {
     "hardpoint-bench": Need(("bench", MODEL), ("'bench'", "hardpoint.cli_command.v1:bench"), 2),
     "hardpoint-cpu": Need(GENERATE, ("no platform plugin is installed", "hardpoint.platform.v1:")),
     "hardpoint-executors": Need(GENERATE, ("executor plugin 'uniproc'", "hardpoint.executor.v1:uniproc")),
-    "hardpoint-model-io": Need(GENERATE, ("no model_source plugin is installed", "hardpoint.model_source.v1:")),
+    "hardpoint-model-io": Need(GENERATE, ("chat_renderer plugin 'jinja'", "hardpoint.chat_renderer.v1:jinja")),
     "hardpoint-models": Need(GENERATE, ("hardpoint.model.v1:LlamaForCausalLM",)),
     "hardpoint-observability": Need((*SERVE, "--plugins", "log"), ("'log'", "install its distribution")),
     "hardpoint-scheduling": Need(

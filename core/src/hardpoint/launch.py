@@ -55,13 +55,14 @@ def plugin_selection(
     execution, cache, model = engine.execution, engine.cache, engine.model
     named = {kind: getattr(execution, kind) for kind in ("platform", "executor", "attention_backend", "compiler")}
     named |= {"quantization": model.quantization, "weight_loader": model.loader}
+    defaults = {"kv_layout": cache.kv_layout, "hash": cache.hash_algorithm, "chat_renderer": model.chat_renderer}
     policy = config.plugin_policy
     return PluginSelection.from_environment(
         environ,
         allow=policy.allow,
         endpoints=config.server.endpoints if serves else (),
         choices={kind: name for kind, name in named.items() if name is not None},
-        defaults={"scheduler": engine.scheduler.scheduler, "kv_layout": cache.kv_layout, "hash": cache.hash_algorithm},
+        defaults=defaults | {"scheduler": engine.scheduler.scheduler},
         pins=parse_pins(policy.pins),
         options=config.plugins,
         strict=policy.strict,
@@ -129,6 +130,7 @@ def prepare(
         scheduler=plan.selected("scheduler").name,
         kv_layout=engine.cache.kv_layout,
         tokenizer=tokenizer,
+        chat_renderer=engine.model.chat_renderer,
         hash_algorithm=engine.cache.hash_algorithm,
         model=info,
         worker_config=_worker_config(engine, settings, info, limits, runtime, environ, show_progress),

@@ -20,6 +20,8 @@ from pydantic import BaseModel
 
 from hardpoint.errors import HardpointError, InvalidRequestError, ModelFormatError, WorkerError
 from hardpoint.interfaces import (
+    ChatRenderer,
+    ChatRendererContext,
     DeviceDescription,
     EngineSettings,
     ExecutorContext,
@@ -56,7 +58,7 @@ from hardpoint.interfaces.request import OutputKind, SamplingParams
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.step import Deferred, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.testing import FakeExecutor, FakeScheduler, FakeTokenizer, FakeWorker
+from hardpoint.testing import FakeChatRenderer, FakeExecutor, FakeScheduler, FakeTokenizer, FakeWorker
 
 BLOCK_SIZE = 4
 FIRST_TOKEN = 3 + 32
@@ -268,6 +270,11 @@ class FakeProcessor(IOProcessor):
         rows = zip(requests, outputs, strict=True)
         answers = {request.state: list(output.outputs[0].token_ids) for request, output in rows}
         return {"model": self.ctx.model_name, "answers": answers}
+
+
+@plugin("chat_renderer")
+def create_chat_renderer(ctx: ChatRendererContext, options: Any) -> ChatRenderer:
+    return FakeChatRenderer(ctx.tokenizer)
 
 
 @plugin("io_processor")

@@ -71,6 +71,7 @@ def make_spec(fake_plan: PluginPlan) -> Callable[..., EngineSpec]:
             scheduler="fake",
             kv_layout="fake",
             tokenizer="fake",
+            chat_renderer="fake",
             hash_algorithm="sha256",
             model=info,
             worker_config=WorkerConfig(

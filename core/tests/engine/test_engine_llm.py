@@ -21,7 +21,7 @@ from hardpoint.interfaces import FinishReason, ModelLimits, Prompt, SamplingPara
 from hardpoint.launch import Launch
 from hardpoint.plugins.report import PluginState
 from hardpoint.roles import ProcessRole
-from hardpoint.testing import FakeExecutor, FakeTokenizer, next_token
+from hardpoint.testing import FakeChatRenderer, FakeExecutor, FakeTokenizer, next_token
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 MakeLLM = Callable[..., LLM]
@@ -121,19 +121,8 @@ def test_a_chat_is_rendered_through_the_template(make_llm: MakeLLM) -> None:
     assert [output.outputs[0].token_ids for output in both] == [alone.outputs[0].token_ids] * 2
 
 
-def test_a_model_without_template_says_so() -> None:
-    class Bare(FakeTokenizer):
-        @property
-        def chat_template(self) -> str | None:
-            return None
-
-    frontend = Frontend(Bare(), ModelLimits(vocab_size=300, max_model_len=10), model_name="bare")
-    with pytest.raises(InvalidRequestError, match="no chat template"):
-        frontend.render_chat([{"role": "user", "content": "hi"}])
-
-
 def test_chats_and_completions_have_one_bound_of_characters() -> None:
-    frontend = Frontend(FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10))
+    frontend = Frontend(FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10), FakeChatRenderer())
     with pytest.raises(InvalidRequestError, match="641 characters; at most 640") as caught:
         frontend.render_chat([{"role": "user", "content": "x" * 641}])
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
@@ -143,7 +132,9 @@ def test_chats_and_completions_have_one_bound_of_characters() -> None:
 
 @pytest.mark.parametrize("stops", [{"stop_token_ids": (7,)}, {"stop_token_ids": (7,), "ignore_eos": True}, {}])
 def test_constraints_that_leave_no_token_are_refused(stops: dict[str, Any]) -> None:
-    inputs = Frontend(FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10), eos_token_ids=(2,)).inputs
+    inputs = Frontend(
+        FakeTokenizer(), ModelLimits(vocab_size=300, max_model_len=10), FakeChatRenderer(), eos_token_ids=(2,)
+    ).inputs
     only = (7,) if stops else (2,)
     with pytest.raises(InvalidRequestError, match="set min_tokens to 0") as caught:
         inputs.process(Prompt(text="a"), SamplingParams(min_tokens=1, allowed_token_ids=only, **stops))

@@ -21,7 +21,7 @@ def test_the_documented_kinds_are_all_there() -> None:
         *("platform", "hooks", "executor", "scheduler", "scheduling_policy", "kv_layout", "kv_cache_spec"),
         *("kv_connector", "hash", "model", "quantization", "weight_loader", "model_source", "logits_processor"),
         *("speculator", "structured_output", "eplb_policy", "reasoning_parser", "tokenizer", "tool_parser"),
-        *("io_processor", "stat_logger", "endpoint", "cli_command", "conformance"),
+        *("chat_renderer", "io_processor", "stat_logger", "endpoint", "cli_command", "conformance"),
     }
     assert set(KINDS) == documented
 
@@ -32,7 +32,7 @@ def test_process_policy_per_kind() -> None:
     assert all(KINDS[kind].roles == {ProcessRole.WORKER} for kind in WORKER_KINDS)
     assert KINDS["scheduler"].roles == KINDS["executor"].roles == {ProcessRole.ENGINE}
     assert KINDS["tokenizer"].roles == {ProcessRole.API, ProcessRole.ENGINE}
-    for kind in ("stat_logger", "endpoint", "io_processor", "tool_parser"):
+    for kind in ("stat_logger", "endpoint", "io_processor", "tool_parser", "chat_renderer"):
         assert KINDS[kind].roles == {ProcessRole.API}
     assert KINDS["cli_command"].roles == KINDS["conformance"].roles == {ProcessRole.LAUNCHER}
 

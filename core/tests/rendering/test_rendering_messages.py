@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import InvalidRequestError
-from hardpoint.rendering import normalize_messages
+from hardpoint.rendering import normalize_messages, plain_copy
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -24,31 +24,23 @@ json_values = st.recursive(
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, ""),
-        ("", ""),
-        ("text", "text"),
-        ([], ""),
-        ([{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}], "a\nb\nc"),
-        ([{"text": "untyped"}], "untyped"),
-        ([{"type": "text", "text": None}, {"type": "text", "text": "kept"}], "kept"),
+        (None, []),
+        ("", [""]),
+        ("text", ["text"]),
+        ([], []),
+        ([{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}], ["a", "b", "c"]),
+        ([{"text": "untyped"}], ["untyped"]),
+        ([{"type": "text", "text": None}, {"type": "text", "text": "kept"}], ["kept"]),
     ],
 )
-def test_content_becomes_one_text(content: Any, expected: str) -> None:
+def test_content_becomes_typed_parts(content: Any, expected: list[str]) -> None:
     """R2.20, R2.21, R2.25, R2.26."""
-    assert normalize_messages([{"role": "user", "content": content}]) == [{"role": "user", "content": expected}]
+    parts = [{"type": "text", "text": text} for text in expected]
+    assert normalize_messages([{"role": "user", "content": content}]) == [{"role": "user", "content": parts}]
 
 
-def test_structured_content_becomes_typed_parts() -> None:
-    """R2.21."""
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": ["b", {"type": "text", "text": "c"}]},
-    ]
-    found = normalize_messages(messages, structured=True)
-    assert [message["content"] for message in found] == [
-        [{"type": "text", "text": "a"}],
-        [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}],
-    ]
+def test_a_message_without_content_has_no_parts() -> None:
+    assert normalize_messages([{"role": "assistant"}]) == [{"role": "assistant", "content": []}]
 
 
 def test_a_text_part_without_text_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +139,7 @@ def test_a_malformed_call_in_history_does_not_stop_later_turns(caplog: pytest.Lo
         {"role": "user", "content": "next"},
     ]
     with caplog.at_level(logging.WARNING):
-        assert normalize_messages(history)[2]["content"] == "next"
+        assert normalize_messages(history)[2]["content"] == [{"type": "text", "text": "next"}]
     assert "messages[0]" in caplog.text
 
 
@@ -201,3 +193,45 @@ def test_as_many_as_allowed_pass() -> None:
         *([{"role": "user", "content": "x"}] * 4094),
     ]
     assert len(normalize_messages(messages)) == 4096
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["x" * 101, ["x" * 50, {"type": "text", "text": "y" * 51}], "<|e|>" * 30],
+    ids=["text", "parts", "control"],
+)
+def test_long_contents_are_refused_before_they_are_rendered(content: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"the messages have 1\d\d characters; at most 100") as caught:
+        normalize_messages([{"role": "user", "content": content}], max_chars=100)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_as_many_characters_as_allowed_pass() -> None:
+    assert normalize_messages([{"role": "user", "content": ["x" * 60, "y" * 40]}], max_chars=100)
+
+
+class Loud(str):
+    """A text with a way of its own of becoming one."""
+
+    __slots__ = ()
+
+
+@given(value=json_values)
+def test_plain_copies_are_equal_and_share_nothing(value: Any) -> None:
+    found = plain_copy(value)
+    assert found == value
+    if isinstance(value, list | dict) and value:
+        value.clear()
+        assert found != value
+
+
+def test_plain_copies_hold_plain_types() -> None:
+    found = plain_copy({Loud("key"): (Loud("text"), 1)})
+    assert found == {"key": ["text", 1]}
+    assert {type(key) for key in found} == {type(found["key"][0])} == {str}
+
+
+@pytest.mark.parametrize("value", [object(), b"x", {1, 2}, [object()]])
+def test_what_is_no_json_is_not_copied(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="JSON values only"):
+        plain_copy(value)

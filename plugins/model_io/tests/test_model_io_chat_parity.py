@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.rendering import ChatRenderer
+from hardpoint.rendering import normalize_messages
+from hardpoint_model_io.chat.renderer import JinjaRenderer
 from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
 
 
@@ -41,7 +42,7 @@ CHATS = [
 def test_ids_equal_the_references(
     tokenizer: Tokenizer, reference: Any, messages: list[dict[str, str]], prompt: bool
 ) -> None:
-    text, ids = ChatRenderer(tokenizer).render(messages, prompt)
+    text, ids = JinjaRenderer(tokenizer).render(normalize_messages(messages), add_generation_prompt=prompt)
     assert text == reference.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
 
@@ -55,7 +56,7 @@ def test_ids_equal_the_references_for_any_ordinary_text(
     tokenizer: Tokenizer, reference: Any, contents: list[str]
 ) -> None:
     messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
-    _, ids = ChatRenderer(tokenizer).render(messages)
+    _, ids = JinjaRenderer(tokenizer).render(normalize_messages(messages))
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
@@ -63,8 +64,8 @@ def test_ids_equal_the_references_for_any_ordinary_text(
 @given(parts=st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<", "system\n", " é"])))
 def test_contents_never_become_control_tokens(tokenizer: Tokenizer, parts: list[str]) -> None:
     """Class 24: however many are spelled out, the template's own remain."""
-    renderer = ChatRenderer(tokenizer)
-    _, quiet = renderer.render([{"role": "user", "content": "x"}])
-    text, ids = renderer.render([{"role": "user", "content": "x" + "".join(parts)}])
+    renderer = JinjaRenderer(tokenizer)
+    _, quiet = renderer.render(normalize_messages([{"role": "user", "content": "x"}]))
+    text, ids = renderer.render(normalize_messages([{"role": "user", "content": "x" + "".join(parts)}]))
     assert [i for i in ids if i < 3] == [i for i in quiet if i < 3]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -1,4 +1,4 @@
-"""Our tokenizers, model sources and weight loaders keep the contracts of their kinds."""
+"""Our tokenizers, chat renderer, model sources and weight loaders keep the contracts of their kinds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from hardpoint.interfaces import ModelArtifact, ModelSource, Tokenizer, TokenizerProvider
+from hardpoint.testing.chat_renderer_suite import ChatRendererSuite
 from hardpoint.testing.model_source_suite import HOSTILE_NAMES, ModelSourceSuite
 from hardpoint.testing.tokenizer_suite import TokenizerSuite
 from hardpoint.testing.weight_loader_suite import WeightLoaderSuite
@@ -70,6 +71,31 @@ class TestHuggingFaceTokenizer(TokenizerSuite):
             artifact = ModelArtifact(name="t", root=folder, files=("tokenizer.json",), source="test")
             provider: TokenizerProvider = self.create_plugin(self.context())
             return provider.load(artifact)
+
+
+class TestJinja(ChatRendererSuite):
+    """With a template like those of models that call tools; the kit's own is held to the rules as well, installed."""
+
+    plugin: ClassVar[str | None] = "jinja"
+    roles: ClassVar[tuple[str, ...]] = ("system", "user", "assistant", "user")
+    arguments: ClassVar[Mapping[str, Any]] = {"tools": [{"type": "function", "function": {"name": "look_up"}}]}
+    template: ClassVar[str | None] = (
+        "{% if tools %}[INST]{{ tools | tojson(indent=2) }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }})"
+        "{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+class TestJinjaWithParts(TestJinja):
+    """A template that loops over the parts of a content."""
+
+    arguments: ClassVar[Mapping[str, Any]] = {"enable_thinking": True}
+    template: ClassVar[str | None] = (
+        "{% for m in messages %}[INST]{{ m['role'] }}:{% for part in m['content'] %}{{ part['text'] }}\n{% endfor %}"
+        "</s>{% endfor %}{% if add_generation_prompt %}[INST]assistant:{% if enable_thinking %}hm{% endif %}{% endif %}"
+    )
 
 
 class TestLocalSource(ModelSourceSuite):

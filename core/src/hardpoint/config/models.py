@@ -33,6 +33,8 @@ class ModelConfig(_Section):
     """weight loader (plugin name) instead of the one that fits the files"""
     io_processor: str | None = None
     """IO processor (plugin name) instead of the model's own"""
+    chat_renderer: str = "jinja"
+    """what turns conversations into prompts (plugin name)"""
     chat_template_file: str | None = None
     """Jinja chat template to use instead of the model's own"""
 

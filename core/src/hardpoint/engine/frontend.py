@@ -1,4 +1,4 @@
-"""What both front ends know of a model: its tokenizer, limits and chat template. No engine in here."""
+"""What both front ends know of a model: its tokenizer, limits and chat renderer. No engine in here."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from hardpoint.engine.input_processor import InputProcessor
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.validation import max_prompt_chars
 from hardpoint.errors import ModelFormatError
+from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
 from hardpoint.interfaces.engine import ModelLimits, Prompt
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint.plugins.runtime import PluginRuntime
-from hardpoint.rendering import ChatRenderer
+from hardpoint.rendering import normalize_messages, plain_copy
 
 
 class Frontend:
-    """``chat_template`` overrides the tokenizer's own. Raises ``ModelFormatError`` for one that cannot be compiled."""
+    """Raises ``InvalidRequestError`` for what no prompt can be made of."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         limits: ModelLimits,
+        renderer: ChatRenderer,
         *,
         model_name: str = "model",
         tasks: tuple[str, ...] = ("generate",),
         eos_token_ids: tuple[int, ...] = (),
-        chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -35,23 +36,24 @@ class Frontend:
         self.tasks = tasks
         self.io_processor: IOProcessor | None = None
         self.inputs = InputProcessor(tokenizer, limits, eos_token_ids=eos_token_ids, tasks=tasks)
-        try:
-            self._renderer = ChatRenderer(tokenizer, chat_template, max_chars=max_prompt_chars(limits))
-        except ModelFormatError as error:
-            raise ModelFormatError(f"model {model_name!r}: {error}") from None
+        self._renderer = renderer
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, runtime: PluginRuntime) -> Frontend:
-        """Loads tokenizer and IO processor through their plugins. Raises ``ModelFormatError`` and the plugin errors."""
+        """Loads tokenizer, chat renderer and IO processor through their plugins.
+
+        Raises ``ModelFormatError`` and the plugin errors.
+        """
         context = runtime.context("tokenizer", spec.tokenizer)
         provider: TokenizerProvider = runtime.create("tokenizer", spec.tokenizer, context)
+        tokenizer = provider.load(spec.model.artifact)
         frontend = cls(
-            provider.load(spec.model.artifact),
+            tokenizer,
             spec.model_limits,
+            _create_renderer(spec, runtime, tokenizer),
             model_name=spec.model_name,
             tasks=spec.model.tasks,
             eos_token_ids=_eos_token_ids(spec),
-            chat_template=spec.chat_template,
         )
         if spec.io_processor is not None:
             facts = {"model": spec.model, "model_name": spec.model_name, "limits": spec.model_limits}
@@ -71,7 +73,22 @@ class Frontend:
 
         Raises ``InvalidRequestError`` for messages the template cannot take or the context cannot hold. Thread-safe.
         """
-        return Prompt(token_ids=self._renderer.render(messages, add_generation_prompt, template_arguments)[1])
+        checked = normalize_messages(messages, max_chars=max_prompt_chars(self.limits))
+        arguments = plain_copy(template_arguments or {})
+        _, token_ids = self._renderer.render(
+            checked, add_generation_prompt=add_generation_prompt, template_arguments=arguments
+        )
+        return Prompt(token_ids=token_ids)
+
+
+def _create_renderer(spec: EngineSpec, runtime: PluginRuntime, tokenizer: Tokenizer) -> ChatRenderer:
+    facts = {"model": spec.model, "template": spec.chat_template, "max_chars": max_prompt_chars(spec.model_limits)}
+    context = runtime.context("chat_renderer", spec.chat_renderer, ChatRendererContext, tokenizer=tokenizer, **facts)
+    try:
+        renderer: ChatRenderer = runtime.create("chat_renderer", spec.chat_renderer, context)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"model {spec.model_name!r}: {error}") from None
+    return renderer
 
 
 def _eos_token_ids(spec: EngineSpec) -> tuple[int, ...]:

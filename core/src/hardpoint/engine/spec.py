@@ -32,6 +32,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: str
     kv_layout: str
     tokenizer: str
+    chat_renderer: str
     hash_algorithm: str
     model: ModelInfo
     worker_config: WorkerConfig

@@ -105,6 +105,7 @@ _ROWS = (
     KindSpec("eplb_policy", _ENGINE | _WORKER, _AT_COMPONENT, _KEYED, "balances experts over ranks"),
     KindSpec("reasoning_parser", _API | _ENGINE, _ASKED, _KEYED, "separates reasoning from answers"),
     KindSpec("tokenizer", _API | _ENGINE, _ASKED, _KEYED, "text to tokens and back", required=True),
+    KindSpec("chat_renderer", _API, _ASKED, _KEYED, "conversations to prompts", required=True),
     KindSpec("tool_parser", _API, _ASKED, _KEYED, "reads tool calls from answers"),
     KindSpec("io_processor", _API, _ASKED, _KEYED, "raw inputs to model inputs and back"),
     KindSpec("stat_logger", _API, Phase.FRONT_END_START, _MANY, "statistics sinks of asynchronous serving"),

@@ -1,7 +1,5 @@
-"""Chat messages to a prompt: normalization, bounded template rendering, and ids in which text stays text."""
+"""Chat messages as clients send them to checked plain data, the same for every chat renderer."""
 
-from hardpoint.rendering.chat import ChatRenderer
-from hardpoint.rendering.messages import normalize_messages
-from hardpoint.rendering.template import ChatTemplate
+from hardpoint.rendering.messages import normalize_messages, plain_copy
 
-__all__ = ["ChatRenderer", "ChatTemplate", "normalize_messages"]
+__all__ = ["normalize_messages", "plain_copy"]

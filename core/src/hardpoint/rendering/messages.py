@@ -1,10 +1,10 @@
-"""Messages as clients send them, turned into plain data a template can use. The caller's objects are not changed."""
+"""Messages as clients send them, turned into plain data a renderer can use. The caller's objects are not changed."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.errors import InvalidRequestError
@@ -21,10 +21,8 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MEDIA_WORDS = ("image", "audio", "video", "file", "embeds")
 
 
-def normalize_messages(
-    messages: Sequence[Mapping[str, Any]], *, structured: bool = False, max_chars: int | None = None
-) -> list[dict[str, Any]]:
-    """Plain copies of ``messages`` with ``content`` as one text, or as a list of typed parts if ``structured``.
+def normalize_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None) -> list[dict[str, Any]]:
+    """Plain copies of ``messages`` with ``content`` as a list of typed parts, however the client spelled it.
 
     Roles, order and other fields are kept (R2.30); arguments of tool calls become objects (R2.60).
     Raises ``InvalidRequestError`` naming message and part, and for contents of more than ``max_chars`` characters.
@@ -32,9 +30,15 @@ def normalize_messages(
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list with at least one message", param="messages")
     _check_counts(messages)
-    if max_chars is not None:
-        check_length(sum(map(_content_length, messages)), max_chars, "the messages have")
-    return [_normalize(message, f"messages[{index}]", structured) for index, message in enumerate(messages)]
+    num_chars = sum(map(_content_length, messages))
+    if max_chars is not None and num_chars > max_chars:
+        raise InvalidRequestError(
+            f"the messages have {num_chars} characters; at most {max_chars} are allowed for this model's context "
+            "length",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _check_counts(messages: Sequence[Any]) -> None:
@@ -53,16 +57,6 @@ def _check_count(items: Any, field: str, limit: int) -> None:
         )
 
 
-def check_length(num_chars: int, max_chars: int | None, subject: str) -> None:
-    """Raise ``InvalidRequestError`` for more characters than are worth tokenizing."""
-    if max_chars is not None and num_chars > max_chars:
-        raise InvalidRequestError(
-            f"{subject} {num_chars} characters; at most {max_chars} are allowed for this model's context length",
-            param="messages",
-            code="context_length_exceeded",
-        )
-
-
 def _content_length(message: Any) -> int:
     """Characters of a message's content. What is no text counts nothing: it is refused later, by name."""
     content = message.get("content") if isinstance(message, Mapping) else None
@@ -71,20 +65,15 @@ def _content_length(message: Any) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _normalize(message: Any, where: str, structured: bool) -> dict[str, Any]:
+def _normalize(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} must be an object with 'role' and 'content'", param=where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{where}: 'role' must be a text such as 'user'", param=f"{where}.role")
     # A field without a value is left out: templates handle a missing one, and would print "None".
-    copy = {key: map_strings(value) for key, value in message.items() if value is not None}
-    texts = _texts(message.get("content"), where)
-    is_list = not isinstance(message.get("content"), str | None)
-    if structured and (is_list or texts):
-        copy["content"] = [{"type": "text", "text": text} for text in texts]
-    else:
-        copy["content"] = "\n".join(texts)
+    copy = {key: plain_copy(value) for key, value in message.items() if value is not None}
+    copy["content"] = [{"type": "text", "text": text} for text in _texts(message.get("content"), where)]
     if calls := copy.get("tool_calls"):
         copy["tool_calls"] = [_normalize_call(call, where) for call in calls] if isinstance(calls, list) else calls
     return copy
@@ -130,7 +119,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-            map_strings(given)
+            plain_copy(given)
         except (ValueError, RecursionError, InvalidRequestError):
             given = None
     if isinstance(given, dict):
@@ -139,16 +128,16 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     return {}
 
 
-def map_strings(value: Any, change: Callable[[str], str] = str, depth: int = 0) -> Any:
-    """A copy of JSON-like data with every text, keys included, passed through ``change``."""
+def plain_copy(value: Any, depth: int = 0) -> Any:
+    """A copy of JSON-like data. Raises ``InvalidRequestError`` for anything else, and for more than 100 levels."""
     if depth > MAX_DEPTH:
         raise InvalidRequestError(f"the request is nested deeper than {MAX_DEPTH} levels", param="messages")
     if isinstance(value, str):
-        return change(value)
+        return str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {change(str(key)): map_strings(item, change, depth + 1) for key, item in value.items()}
+        return {str(key): plain_copy(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [map_strings(item, change, depth + 1) for item in value]
+        return [plain_copy(item, depth + 1) for item in value]
     raise InvalidRequestError(f"messages may hold JSON values only, not {type(value).__name__}", param="messages")

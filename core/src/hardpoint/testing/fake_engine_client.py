@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint.engine.input_processor import InputProcessor, ProcessedRequest
 from hardpoint.engine.io_tasks import process_task
 from hardpoint.engine.validation import validate_batch
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
+from hardpoint.errors import EngineDeadError, EngineNotReadyError, OverloadedError
 from hardpoint.interfaces.engine import (
     CompletionOutput,
     Logprob,
@@ -24,6 +24,8 @@ from hardpoint.interfaces.io_processor import IOProcessor
 from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
+from hardpoint.rendering import normalize_messages, plain_copy
+from hardpoint.testing.fake_chat_renderer import FakeChatRenderer
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 
 __all__ = ["FakeEngineClient"]
@@ -73,6 +75,7 @@ class FakeEngineClient:
         self.fail_after: int | None = None
         self.is_ready = True
         self.dead_reason: str | None = None
+        self._renderer = FakeChatRenderer(self.tokenizer)
         self._inputs = InputProcessor(self.tokenizer, self.limits, eos_token_ids=(2,))
 
     @property
@@ -109,9 +112,12 @@ class FakeEngineClient:
         add_generation_prompt: bool = True,
         template_arguments: dict[str, Any] | None = None,
     ) -> Prompt:
-        lines = [f"<{message['role']}>{_content(message)}\n" for message in messages]
-        lines += [f"[{key}={value}]" for key, value in (template_arguments or {}).items()]
-        return Prompt(text="".join(lines) + ("<assistant>" if add_generation_prompt else ""))
+        text, _ = self._renderer.render(
+            normalize_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            template_arguments=plain_copy(template_arguments or {}),
+        )
+        return Prompt(text=text)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
@@ -222,14 +228,3 @@ class FakeEngineClient:
     def _logprob(self, token_id: int, rank: int) -> Logprob:
         tokenizer = self.tokenizer
         return Logprob(token_id, -0.5 * rank, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), rank)
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise InvalidRequestError("only text content is supported", param="messages")
-    return "\n".join(str(part["text"]) for part in content)

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 
 from hardpoint.errors import InvalidRequestError, ModelFormatError
-from hardpoint.rendering.sandbox import Budget, ChatSandbox, TemplateLimitError, current_budget
+from hardpoint_model_io.chat.sandbox import Budget, ChatSandbox, TemplateLimitError, current_budget
 
 MAX_TEMPLATE_CHARS = 1 << 20
 

@@ -1,26 +1,27 @@
-"""Chat messages to text and ids, with user text that spells control tokens kept as text."""
+"""Chat renderer ``jinja``: the model's own template, with user text that spells control tokens kept as text."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hardpoint.errors import InvalidRequestError
+from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
+from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.rendering.messages import check_length, map_strings, normalize_messages
-from hardpoint.rendering.template import ChatTemplate
+from hardpoint_model_io.chat.template import ChatTemplate
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
 # Supplementary private use plane: characters no tokenizer or client has a meaning for.
 _PRIVATE_FIRST, _PRIVATE_SIZE = 0xF0000, 0xFFF0
 
 
-class ChatRenderer:
+class JinjaRenderer(ChatRenderer):
     """Renders with the model's template, or the one given. Thread-safe; a rendering takes up to two seconds.
 
-    ``max_chars`` bounds contents and rendered text before anything is encoded (None: no bound).
+    ``max_chars`` bounds the rendered text before anything is encoded (None: no bound).
     Raises ``ModelFormatError`` for a template that cannot be compiled.
     """
 
@@ -37,6 +38,7 @@ class ChatRenderer:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
@@ -49,19 +51,26 @@ class ChatRenderer:
         given = dict(template_arguments or {})
         if clash := (_RESERVED | self._special.keys()) & given.keys():
             raise InvalidRequestError(f"the template argument {min(clash)!r} is reserved", param=min(clash))
-        variables = {"tools": None, "documents": None, **map_strings(given)}
-        variables["messages"] = normalize_messages(
-            messages, structured=self._template.is_structured, max_chars=self._max_chars
-        )
+        variables = {"tools": None, "documents": None, **given}
+        variables["messages"] = [_as_expected(message, self._template.is_structured) for message in messages]
         fixed = {**self._special, "add_generation_prompt": add_generation_prompt}
         text = self._template.render({**variables, **fixed})
-        check_length(len(text), self._max_chars, "the rendered messages have")
-        if (cleaned := self._without_injection(text, variables, fixed)) is not None:
+        self._check_length(text)
+        if (cleaned := self._without_injection(self._template, text, variables, fixed)) is not None:
             return cleaned
         return text, self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
+    def _check_length(self, text: str) -> None:
+        if self._max_chars is not None and len(text) > self._max_chars:
+            raise InvalidRequestError(
+                f"the rendered messages have {len(text)} characters; "
+                f"at most {self._max_chars} are allowed for this model's context length",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
     def _without_injection(
-        self, text: str, variables: Mapping[str, Any], fixed: Mapping[str, Any]
+        self, template: ChatTemplate, text: str, variables: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> tuple[str, list[int]] | None:
         """Text and ids with control tokens from the template only; None if there are no others.
 
@@ -74,13 +83,13 @@ class ChatRenderer:
             used.update(value)
             return value
 
-        map_strings(variables, collect)
+        _map_strings(variables, collect)
         openers = self._first_characters & used
-        if self._literals is None or self._template is None or not openers:
+        if self._literals is None or not openers:
             return None
         shield, restore = _private_characters(openers, used | set(text))
-        shielded = map_strings(variables, lambda value: value.translate(shield))
-        rendered = self._template.render({**shielded, **fixed})
+        shielded = _map_strings(variables, lambda value: value.translate(shield))
+        rendered = template.render({**shielded, **fixed})
         if self._literals.findall(rendered) == self._literals.findall(text):
             return None
         ids: list[int] = []
@@ -93,6 +102,25 @@ class ChatRenderer:
         return rendered.translate(restore), ids
 
 
+def _as_expected(message: Mapping[str, Any], structured: bool) -> dict[str, Any]:
+    """The message with ``content`` in the form that the template reads: typed parts, or one text."""
+    parts = message["content"]
+    if structured and parts:
+        return dict(message)
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON-like data with every text, keys included, passed through ``change``."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
 def _private_characters(characters: frozenset[str], used: set[str]) -> tuple[dict[int, int], dict[int, int]]:
     """Translation tables to private characters that do not occur in ``used``, and back."""
     forward: dict[int, int] = {}
@@ -102,3 +130,8 @@ def _private_characters(characters: frozenset[str], used: set[str]) -> tuple[dic
             candidate = _PRIVATE_FIRST + (candidate - _PRIVATE_FIRST + 1) % _PRIVATE_SIZE
         forward[ord(character)] = candidate
     return forward, {private: original for original, private in forward.items()}
+
+
+@plugin("chat_renderer", options=NoOptions)
+def create(ctx: ChatRendererContext, options: NoOptions) -> ChatRenderer:
+    return JinjaRenderer(ctx.tokenizer, ctx.template, max_chars=ctx.max_chars)

@@ -96,7 +96,8 @@ class _Meter(NodeTransformer):
         literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("check", [nodes.Const(literal)]), lineno=node.lineno))
-        return node  # type: ignore[no-any-return]
+        metered: nodes.Node = node
+        return metered
 
     def _built(self, node: Any) -> nodes.Node:
         self.generic_visit(node)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import InvalidRequestError, ModelFormatError
-from hardpoint.rendering import ChatRenderer
+from hardpoint.rendering import normalize_messages, plain_copy
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
+from hardpoint_model_io.chat.renderer import JinjaRenderer
 
 CONTROL = {"<|s|>": 1000, "<|e|>": 1001, "[INST]": 1002}
 TEMPLATE = (
@@ -54,9 +55,15 @@ class ControlTokenizer(FakeTokenizer):
         return b"".join(parts).decode()
 
 
+def chat(renderer: JinjaRenderer, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
+    """As front ends do it: the renderer gets checked copies."""
+    return renderer.render(normalize_messages(messages), **options)
+
+
 def render(messages: list[dict[str, Any]], template: str | None = None, **arguments: Any) -> tuple[str, str]:
     tokenizer = ControlTokenizer()
-    text, ids = ChatRenderer(tokenizer, template).render(messages, True, arguments or None)
+    renderer = JinjaRenderer(tokenizer, template)
+    text, ids = chat(renderer, messages, template_arguments=plain_copy(arguments) if arguments else None)
     return text, tokenizer.show(ids)
 
 
@@ -67,7 +74,7 @@ def test_a_conversation_becomes_text_and_ids() -> None:
 
 
 def test_without_a_generation_prompt() -> None:
-    text, _ = ChatRenderer(ControlTokenizer()).render([{"role": "user", "content": "x"}], False)
+    text, _ = chat(JinjaRenderer(ControlTokenizer()), [{"role": "user", "content": "x"}], add_generation_prompt=False)
     assert text.endswith("x<|e|>")
 
 
@@ -131,7 +138,7 @@ def test_a_template_that_looks_into_contents_is_not_disturbed() -> None:
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "raise_exception"])
 def test_template_arguments_cannot_replace_what_the_renderer_sets(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"'{name}' is reserved"):
-        ChatRenderer(ControlTokenizer()).render([{"role": "user", "content": "x"}], True, {name: "y"})
+        chat(JinjaRenderer(ControlTokenizer()), [{"role": "user", "content": "x"}], template_arguments={name: "y"})
 
 
 def test_template_arguments_reach_the_template() -> None:
@@ -142,14 +149,14 @@ def test_template_arguments_reach_the_template() -> None:
 
 
 def test_a_model_without_a_template_is_a_client_error() -> None:
-    renderer = ChatRenderer(ControlTokenizer(None), None)
+    renderer = JinjaRenderer(ControlTokenizer(None), None)
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        renderer.render([{"role": "user", "content": "x"}])
+        chat(renderer, [{"role": "user", "content": "x"}])
 
 
 def test_a_broken_template_is_told_at_once() -> None:
     with pytest.raises(ModelFormatError, match="cannot be compiled"):
-        ChatRenderer(ControlTokenizer("{% for %}"))
+        JinjaRenderer(ControlTokenizer("{% for %}"))
 
 
 def test_rendering_is_deterministic() -> None:
@@ -169,18 +176,6 @@ class Counting(ControlTokenizer):
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["x" * 101, ["x" * 50, {"type": "text", "text": "y" * 51}], "<|e|>" * 30],
-    ids=["text", "parts", "control"],
-)
-def test_long_contents_are_refused_before_they_are_rendered(content: Any) -> None:
-    renderer = ChatRenderer(Counting(), "{{ raise_exception('rendered') }}", max_chars=100)
-    with pytest.raises(InvalidRequestError, match=r"the messages have 1\d\d characters; at most 100") as caught:
-        renderer.render([{"role": "user", "content": content}])
-    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
-
-
-@pytest.mark.parametrize(
     "message",
     [{"role": "user", "content": "x" * 90}, {"role": "user", "content": "", "name": "y" * 101}],
     ids=["content", "name"],
@@ -189,12 +184,32 @@ def test_what_a_template_makes_too_long_is_not_encoded(message: dict[str, Any]) 
     tokenizer = Counting()
     template = "{% for m in messages %}<|s|>{{ m.content }}{{ m.content }}{{ m.name }}{% endfor %}"
     with pytest.raises(InvalidRequestError, match=r"the rendered messages have \d+ characters; at most 100") as caught:
-        ChatRenderer(tokenizer, template, max_chars=100).render([message])
+        chat(JinjaRenderer(tokenizer, template, max_chars=100), [message])
     assert (caught.value.param, tokenizer.num_chars) == ("messages", 0)
 
 
 def test_as_many_characters_as_allowed_pass() -> None:
-    text, ids = ChatRenderer(Counting(), "{{ messages[0].content }}", max_chars=100).render(
-        [{"role": "user", "content": "x" * 100}]
+    text, ids = chat(
+        JinjaRenderer(Counting(), "{{ messages[0].content }}", max_chars=100), [{"role": "user", "content": "x" * 100}]
     )
     assert len(text) == len(ids) == 100
+
+
+def test_a_template_gets_contents_in_the_form_it_reads() -> None:
+    """R2.21: one text, or typed parts where the template loops over them."""
+    parts = "{% for m in messages %}{% for p in m.content %}({{ p.type }}:{{ p.text }}){% endfor %}{% endfor %}"
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": ["b", {"type": "text", "text": "c"}]},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": None},
+    ]
+    assert render(messages, parts)[0] == "(text:a)(text:b)(text:c)(text:)"
+    whole = "{% for m in messages %}({{ m.content }}){% endfor %}"
+    assert render(messages, whole)[0] == "(a)(b\nc)()()"
+
+
+def test_a_message_without_text_is_an_empty_text_in_either_form() -> None:
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}[{{ m.content }}]{% endfor %}"
+    messages: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "user", "content": []}]
+    assert render(messages, template)[0] == "[][]"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hardpoint.errors import InvalidRequestError, ModelFormatError
-from hardpoint.rendering import ChatTemplate
+from hardpoint_model_io.chat.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 

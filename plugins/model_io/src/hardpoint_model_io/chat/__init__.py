@@ -1,0 +1,1 @@
+"""Chat templates: the chat renderer ``jinja`` and the sandbox it runs models' templates in."""
