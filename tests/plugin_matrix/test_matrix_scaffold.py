@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -59,6 +60,19 @@ def test_models_are_named_by_architecture(tmp_path: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["hardpoint.model.v1"] == {"AcmeForCausalLM": "hardpoint_acmeforcausallm:create"}
     assert "class TestAcmeForCausalLM(" in (package / "src/hardpoint_acmeforcausallm/conformance.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("attention_backend", "attention"), ("worker", "torch"), ("scheduler", "scheduler")]
+)
+def test_no_class_hides_what_it_derives_from(kind: str, name: str, tmp_path: Path) -> None:
+    blueprint = Blueprint.of(kind, name, "hardpoint-acme-names")
+    code = (write_package(blueprint, tmp_path) / blueprint.code).read_text()
+    classes = [node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)]
+    imported = {
+        alias.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert not imported.intersection(classes)
 
 
 # The whole kit of every kind takes minutes; these few show in the fast tier that the way works.

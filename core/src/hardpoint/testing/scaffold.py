@@ -97,7 +97,12 @@ class Blueprint:
 
     @property
     def title(self) -> str:
-        return "".join(part[:1].upper() + part[1:] for part in re.split(r"[-_.]+", self.name))
+        plain = "".join(part[:1].upper() + part[1:] for part in re.split(r"[-_.]+", self.name))
+        text = (self.template / "plugin.py.txt").read_text(encoding="utf-8")
+        ends = re.findall(r"^class \$\{title\}(\w*)", text, re.MULTILINE)
+        # A class must not take the name of one that the template imports, as "attention" would with its backend.
+        is_taken = any(re.search(rf"\b{plain}{end}\b", text) for end in ends)
+        return f"{plain}Plugin" if is_taken else plain
 
     @property
     def code(self) -> str:
