@@ -12,6 +12,7 @@ import torch
 from hardpoint.errors import ConfigError, ModelFormatError, PluginNotFoundError, UnsupportedModelError
 from hardpoint.interfaces.request import AdapterRef
 from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, TokenUpdate
+from hardpoint.interfaces.worker import ParallelSlice
 
 PROMPTS = {
     "short": [5],
@@ -449,3 +450,13 @@ class TestStartUp:
         worker.init_device()
         with pytest.raises(ModelFormatError, match="num_attention_heads = None"):
             worker.load_model()
+
+    @pytest.mark.parametrize(("ranks", "tensor", "fits"), [(2, 1, False), (4, 2, False), (2, 2, True)])
+    def test_ranks_that_divide_nothing_are_refused(self, world: Any, ranks: int, tensor: int, fits: bool) -> None:
+        """By the worker itself, so that workers which derive from it refuse them as well."""
+        parallel = ParallelSlice(world_size=ranks, tensor_parallel_size=tensor)
+        if fits:
+            assert world.create(parallel=parallel).config.parallel == parallel
+        else:
+            with pytest.raises(ConfigError, match=f"{ranks} ranks.*set --world-size 1"):
+                world.create(parallel=parallel)
