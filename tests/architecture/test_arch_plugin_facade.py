@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from import_rules import Import, exported_names, imports_of, module_name
+from import_rules import Import, declared_source, exported_names, imports_of, module_name
 from workspace import ROOT, Distribution, plugin_distributions
 
 FACADE = frozenset(
@@ -25,7 +25,7 @@ def runtime_exports(module: str) -> frozenset[str]:
     base = ROOT / "plugins/torch_runtime/src" / module.replace(".", "/")
     for path in (base / "__init__.py", base.with_suffix(".py")):
         if path.is_file():
-            return exported_names(path.read_text(encoding="utf-8")) or frozenset()
+            return exported_names(declared_source(path)) or frozenset()
     return frozenset()
 
 

@@ -90,6 +90,12 @@ def _is_type_checking(test: ast.expr) -> bool:
     )
 
 
+def declared_source(path: Path) -> str:
+    """What a module says of itself to readers and type checkers: its stub where it has one."""
+    stub = path.with_suffix(".pyi")
+    return (stub if stub.is_file() else path).read_text(encoding="utf-8")
+
+
 def exported_names(source: str) -> frozenset[str] | None:
     """The literal ``__all__`` of ``source``, or None where there is none to read."""
     for node in ast.parse(source).body:

@@ -17,7 +17,7 @@ from pathlib import Path
 from hardpoint import cli
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy, ServerConfig
 from hardpoint.plugins.kinds import KINDS
-from import_rules import exported_names, module_name
+from import_rules import declared_source, exported_names, module_name
 from workspace import ROOT, core
 
 REVIEWED = ROOT / "tests/architecture/public_surface.txt"
@@ -57,9 +57,7 @@ def current_surface() -> list[str]:
     """``module.name`` for each public name, sorted."""
     root = core().source.parent
     return sorted(
-        f"{module_name(path, root)}.{name}"
-        for path in public_files()
-        for name in public_names(path.read_text(encoding="utf-8"))
+        f"{module_name(path, root)}.{name}" for path in public_files() for name in public_names(declared_source(path))
     )
 
 
@@ -107,11 +105,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 def current_members() -> list[str]:
     """Sorted, one line each."""
     root = core().source.parent
-    lines = [
-        line
-        for path in public_files()
-        for line in members_of(path.read_text(encoding="utf-8"), module_name(path, root))
-    ]
+    lines = [line for path in public_files() for line in members_of(declared_source(path), module_name(path, root))]
     lines += [f"group {spec.group}" for spec in KINDS.values()]
     sections = {name: info.annotation for name, info in EngineConfig.model_fields.items()}
     sections |= {"server": ServerConfig, "plugin_policy": PluginPolicy}

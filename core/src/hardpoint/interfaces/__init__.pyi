@@ -1,0 +1,84 @@
+"""The public contracts of Hardpoint: abstract classes and frozen records, one module per plugin kind.
+
+The lists are packed by hand: one name a line would bury the modules they come from.
+"""
+
+# fmt: off
+# isort: off
+from __future__ import annotations
+
+from hardpoint.interfaces.attention import (
+    AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder, AttentionNeed,
+    CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
+)
+from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
+from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
+from hardpoint.interfaces.cli_command import CliCommand
+from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
+from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
+from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
+from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
+from hardpoint.interfaces.engine import (
+    CompletionOutput, EngineClient, Logprob, ModelLimits, ModelRouter, PositionLogprobs, Prompt, RequestMetrics,
+    RequestOptions, RequestOutput,
+)
+from hardpoint.interfaces.executor import Executor, ExecutorContext
+from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
+from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
+from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
+from hardpoint.interfaces.kv_cache import (
+    AttentionSpec, BlockHash, BlockHashWithGroup, DTYPE_BYTES, FullAttentionSpec, HashContext, HashFunction,
+    KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout, KVPlanRequest,
+    KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire, spec_to_wire,
+)
+from hardpoint.interfaces.logits_processor import LogitsProcessor
+from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOutput, WeightRule
+from hardpoint.interfaces.model_source import (
+    ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext, WeightTensor,
+)
+from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
+from hardpoint.interfaces.plugin import (
+    NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory, ProbeResult,
+    ProbeStatus, ProcessRole, declaration_of, plugin,
+)
+from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
+from hardpoint.interfaces.request import (
+    AdapterRef, BoolArray, EngineOutput, EngineOutputs, EngineRequest, Feature, FinishReason, Float32Array, Int32Array,
+    OutputKind, SamplingParams, SchedulerStats, TokenLogprobs,
+)
+from hardpoint.interfaces.scheduler import (
+    ExternalMatch, PauseMode, RequestView, Scheduler, SchedulerContext, SchedulerExtension, SchedulerLimits,
+)
+from hardpoint.interfaces.stat_logger import MetricsExporter, RequestFinished, StatLogger, StepObserved, TokensEmitted
+from hardpoint.interfaces.step import (
+    BlockUpdate, Deferred, GrammarMask, LogprobArrays, NewRow, RowFailure, RunnerOutput, SchedulerOutput, TokenUpdate,
+)
+from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer, TokenizerProvider
+from hardpoint.interfaces.worker import (
+    ParallelSlice, PendingOutput, RpcMethod, WORKER_RPC, Worker, WorkerConfig, WorkerContext,
+)
+
+__all__ = [
+    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
+    "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
+    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
+    "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "CliCommand",
+    "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream",
+    "Deferred", "DeviceDescription", "DeviceMap", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient",
+    "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
+    "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport",
+    "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool",
+    "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest",
+    "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape",
+    "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter", "Model",
+    "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions",
+    "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind",
+    "PluginAccess", "PluginContext", "PluginDeclaration", "PluginFactory", "PositionLogprobs", "ProbeResult",
+    "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions",
+    "RequestOutput", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler",
+    "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts",
+    "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange",
+    "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader",
+    "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
+    "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire", "spec_to_wire",
+]
