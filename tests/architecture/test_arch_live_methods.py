@@ -88,7 +88,7 @@ OFFERED = {
 WITHOUT_A_PLUGIN = {"CapturedGraph", "Compiler", "DraftUpdatable", "GraphBackend"}
 """Reserved for kinds that no plugin implements yet: a kit of theirs must come with the first one."""
 
-SHAPES = {"HashFunction", "PluginFactory"}
+SHAPES = {"HashFunction"}
 """Callables, which have nothing but their call."""
 
 IN_CHILD_PROCESSES = {"Platform.init_worker", "Platform.synchronize"}

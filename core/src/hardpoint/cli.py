@@ -83,7 +83,7 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
     installed = discover()
     plan = build_plan(installed, PluginSelection.from_environment(os.environ))
     runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=installed)
-    command = runtime.create("cli_command", name, runtime.context("cli_command", name))
+    command = runtime.make("cli_command", name)
     parser = argparse.ArgumentParser(prog=f"hardpoint {name}", description=command.help)
     command.add_arguments(parser)
     parsed = _parse(parser, rest)

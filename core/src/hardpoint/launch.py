@@ -87,7 +87,7 @@ def start_runtime(
     runtime.plan = plan.choose("platform", choice.name, selected_by, reason)
     for notice in plan.notices:
         _logger.info("%s", notice)
-    runtime.attach_platform(runtime.create("platform", choice.name, runtime.context("platform", choice.name)))
+    runtime.attach_platform(runtime.make("platform", choice.name))
     return runtime
 
 
@@ -124,10 +124,7 @@ def prepare(
     spec = EngineSpec(
         model_name=name,
         plan=plan.to_bytes(),
-        platform=plan.selected("platform").name,
         worker=settings.worker or "",
-        executor=plan.selected("executor").name,
-        scheduler=plan.selected("scheduler").name,
         kv_layout=engine.cache.kv_layout,
         tokenizer=tokenizer,
         chat_renderer=engine.model.chat_renderer,
@@ -161,7 +158,7 @@ def _create_each(
     if not names:
         raise PluginNotFoundError(no_candidate(kind))
     for name in names:
-        yield name, runtime.create(kind, name, runtime.context(kind, name, context))
+        yield name, runtime.make(kind, name, context)
 
 
 def _resolve_model(runtime: PluginRuntime, engine: EngineConfig) -> ModelArtifact:

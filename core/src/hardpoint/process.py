@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,7 +29,7 @@ from hardpoint.roles import ProcessRole
 if TYPE_CHECKING:
     from hardpoint.plugins.runtime import PluginRuntime
 
-__all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "starting", "stop_all"]
+__all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "starting"]
 
 _logger = get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -150,18 +149,6 @@ class ChildProcess:
                 _logger.exception("an exit callback of %s failed", self.name)
 
 
-def stop_all(children: Iterable[ChildProcess], timeout: float) -> None:
-    """SIGTERM to all, wait up to ``timeout`` seconds in total, SIGKILL to the rest, and close them."""
-    children = list(children)
-    deadline = time.monotonic() + timeout
-    for child in children:
-        child.terminate()
-    for child in children:
-        if child.wait(max(0.0, deadline - time.monotonic())) is None:
-            _logger.warning("%s (pid %d) did not stop within %.1f s and is killed", child.name, child.pid, timeout)
-        child.close()
-
-
 def describe_exit(returncode: int) -> str:
     """``exit code 3`` or ``signal SIGKILL``, for messages."""
     if returncode >= 0:
@@ -176,13 +163,12 @@ def boot(
     roles: Iterable[ProcessRole],
     *,
     rank: int | None = None,
-    platform: str | None = None,
     log_level: str | None = None,
 ) -> PluginRuntime:
     """First act of a process that holds ``roles``: logging, the plan, its verification, hooks, then the platform.
 
-    ``platform`` None takes the one the plan has chosen, if any. Raises ``PluginMismatchError`` when the plugins
-    installed here differ from the plan, ``PluginLoadError`` for a plugin that is needed and fails.
+    Raises ``PluginMismatchError`` when the plugins installed here differ from the plan, ``PluginLoadError`` for a
+    plugin that is needed and fails.
     """
     from hardpoint.plugins.plan import PluginPlan
     from hardpoint.plugins.runtime import PluginRuntime
@@ -196,10 +182,9 @@ def boot(
         raise PluginError(f"what {title} was given is not a plugin plan: {error}") from error
     runtime = PluginRuntime(decoded, roles, rank)
     hooks = HookRunner.from_runtime(runtime)  # Vendors prepare the process here: nothing has touched hardware yet.
-    if platform is None:
-        platform = next((planned.name for planned in runtime.plan.of("platform") if planned.active), None)
-    if platform is not None:
-        runtime.attach_platform(runtime.create("platform", platform, runtime.context("platform", platform)))
+    for planned in runtime.plan.of("platform"):
+        if planned.active:
+            runtime.attach_platform(runtime.make("platform", planned.name))
     hooks.start(runtime)
     return runtime
 

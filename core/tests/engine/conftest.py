@@ -65,10 +65,7 @@ def make_spec(fake_plan: PluginPlan) -> Callable[..., EngineSpec]:
         spec = EngineSpec(
             model_name="fake",
             plan=fake_plan.to_bytes(),
-            platform="fake",
             worker="fake",
-            executor="fake",
-            scheduler="fake",
             kv_layout="fake",
             tokenizer="fake",
             chat_renderer="fake",

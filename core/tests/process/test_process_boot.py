@@ -12,7 +12,7 @@ import pytest
 
 from hardpoint.errors import PluginError, PluginLoadError, PluginMismatchError
 from hardpoint.plugins.discovery import discover
-from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.plan import PluginPlan, SelectedBy
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.selection import PluginSelection
 from hardpoint.process import announce_stop, boot
@@ -113,16 +113,18 @@ def test_a_second_boot_in_one_process_runs_no_hook_twice(site: Path) -> None:
     assert seen()[3:] == ["stopping"]
 
 
-def test_a_named_platform_wins_and_none_chosen_means_none(site: Path) -> None:
-    data = plan(site).to_bytes()
-    assert boot(data, {ProcessRole.API}).platform is None
-    runtime = boot(data, {ProcessRole.API}, platform="paper")
+def test_the_platform_is_the_plans_and_none_chosen_means_none(site: Path) -> None:
+    open_plan = plan(site)
+    assert boot(open_plan.to_bytes(), {ProcessRole.API}).platform is None
+    chosen = open_plan.choose("platform", "paper", SelectedBy.NAMED, "for the test")
+    runtime = boot(chosen.to_bytes(), {ProcessRole.API})
     assert getattr(runtime.platform, "name", None) == "paper"
 
 
 def test_a_platform_that_fails_stops_the_process(site: Path) -> None:
+    chosen = plan(site).choose("platform", "torn", SelectedBy.NAMED, "for the test")
     with pytest.raises(PluginLoadError, match="platform:torn .*torn"):
-        boot(plan(site).to_bytes(), {ProcessRole.WORKER}, rank=0, platform="torn")
+        boot(chosen.to_bytes(), {ProcessRole.WORKER}, rank=0)
 
 
 def test_other_plugins_than_the_plans_stop_the_process_before_it_works(site: Path) -> None:

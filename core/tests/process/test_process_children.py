@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.process import ChildProcess, describe_exit, spawn, stop_all
+from hardpoint.process import ChildProcess, describe_exit, spawn
 
 Start = Callable[..., ChildProcess]
 
@@ -152,20 +152,6 @@ def test_a_running_child_says_so(start: Start) -> None:
     child.kill()
     assert child.wait(10) == -signal.SIGKILL
     assert repr(child).endswith("signal SIGKILL>")
-
-
-def test_stop_all_terminates_then_kills(start: Start) -> None:
-    """SIGTERM → wait → SIGKILL."""
-    reading, writing = os.pipe()
-    stubborn = start("sleep_stubbornly", (writing,), pass_fds=(writing,))
-    obedient = start("sleep")
-    assert os.read(reading, 5) == b"ready"
-    began = time.monotonic()
-    stop_all([stubborn, obedient], 1.0)
-    assert 0.9 < time.monotonic() - began < 5
-    assert (stubborn.poll(), obedient.poll()) == (-signal.SIGKILL, -signal.SIGTERM)
-    os.close(reading)
-    os.close(writing)
 
 
 def test_close_ends_a_running_child_and_can_be_repeated(start: Start) -> None:

@@ -22,7 +22,7 @@ from hardpoint_testing_torch import (
     make_problem,
 )
 
-SOUND: PluginDeclaration[Any] = PluginDeclaration(
+SOUND: PluginDeclaration = PluginDeclaration(
     "attention_backend",
     probe=lambda: ProbeResult(ProbeStatus.AVAILABLE, "there is a CPU"),
     capabilities={"block_sizes": {"multiple_of": 1}, "returns_lse": False},
@@ -37,7 +37,7 @@ class PlainSuite(AttentionBackendSuite):
         return PlainAttentionBackend()
 
     @pytest.fixture
-    def declaration(self) -> PluginDeclaration[Any]:
+    def declaration(self) -> PluginDeclaration:
         return SOUND
 
 
@@ -201,7 +201,7 @@ def test_a_false_promise_of_batch_invariance_fails() -> None:
 def test_a_faulty_probe_fails(name: str) -> None:
     class Mutated(PlainSuite):
         @pytest.fixture
-        def declaration(self) -> PluginDeclaration[Any]:
+        def declaration(self) -> PluginDeclaration:
             return replace(SOUND, probe=PROBES[name])  # type: ignore[arg-type]
 
     assert "test_its_probe_answers" in run_suite(Mutated, only="probe").failed

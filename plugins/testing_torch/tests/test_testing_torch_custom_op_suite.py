@@ -215,7 +215,7 @@ def test_what_the_plugins_own_probe_may_answer(answers: list[Any], passes: bool)
 
     class Suite(CustomOpSuite):
         @pytest.fixture
-        def declaration(self) -> PluginDeclaration[Any]:
+        def declaration(self) -> PluginDeclaration:
             return PluginDeclaration("custom_op", probe=lambda: next(given))
 
     outcome = run_suite(Suite, only="its_probe_answers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.spec import EngineSpec
@@ -25,8 +24,8 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     """
     started = time.monotonic()
     fields = {"config": spec.worker_config, "plan": spec.plan, "runtime_dir": spec.runtime_dir}
-    context = runtime.context("executor", spec.executor, ExecutorContext, worker=spec.worker, **fields)
-    executor: Executor = runtime.create("executor", spec.executor, context)
+    name = runtime.plan.selected("executor").name
+    executor: Executor = runtime.make("executor", name, ExecutorContext, worker=spec.worker, **fields)
     try:
         core = _build_around(spec, runtime, executor)
         for report in core.load_reports():
@@ -48,8 +47,8 @@ def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) 
     kv_cache = _plan_kv_cache(spec, runtime, executor)
     executor.initialize_kv_cache(kv_cache)
     names = {"limits": spec.limits, "kv_cache": kv_cache, "hash_algorithm": spec.hash_algorithm}
-    context = runtime.context("scheduler", spec.scheduler, SchedulerContext, **names)
-    scheduler: Scheduler = runtime.create("scheduler", spec.scheduler, context)
+    name = runtime.plan.selected("scheduler").name
+    scheduler: Scheduler = runtime.make("scheduler", name, SchedulerContext, **names)
     executor.collective_rpc("warm_up")
     hooks = HookRunner.from_runtime(runtime)
     return EngineCore(
@@ -67,8 +66,8 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
         raise ConfigError(f"model {spec.model_name!r} reports no layer with a KV cache; this engine needs one")
     # Only the kinds this model uses are created; an unknown one names what to install.
     kinds = {layer.spec.kind for layer in layers}
-    classes = {kind: _create(runtime, "kv_cache_spec", kind).spec_class for kind in sorted(kinds)}
-    layout: KVLayout = _create(runtime, "kv_layout", spec.kv_layout)
+    classes = {kind: runtime.make("kv_cache_spec", kind).spec_class for kind in sorted(kinds)}
+    layout: KVLayout = runtime.make("kv_layout", spec.kv_layout)
     longest, block_size = spec.limits.max_model_len, spec.worker_config.block_size
     config = layout.plan(
         KVPlanRequest(
@@ -85,7 +84,3 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
         *(config.num_blocks - 1, block_size, tokens, tokens / longest, longest),
     )
     return config
-
-
-def _create(runtime: PluginRuntime, kind: str, name: str) -> Any:
-    return runtime.create(kind, name, runtime.context(kind, name))

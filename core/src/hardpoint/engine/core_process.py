@@ -62,7 +62,7 @@ def main(payload: bytes) -> int:
         roles = {ProcessRole.ENGINE}
         if job.spec.worker_config.parallel.world_size == 1:
             roles.add(ProcessRole.WORKER)
-        runtime = boot(job.spec.plan, roles, platform=job.spec.platform, log_level=job.spec.log_level)
+        runtime = boot(job.spec.plan, roles, log_level=job.spec.log_level)
         core = build_engine(job.spec, runtime)
         server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
         signal.signal(signal.SIGTERM, server.on_sigterm)

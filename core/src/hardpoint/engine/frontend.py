@@ -44,8 +44,7 @@ class Frontend:
 
         Raises ``ModelFormatError`` and the plugin errors.
         """
-        context = runtime.context("tokenizer", spec.tokenizer)
-        provider: TokenizerProvider = runtime.create("tokenizer", spec.tokenizer, context)
+        provider: TokenizerProvider = runtime.make("tokenizer", spec.tokenizer)
         tokenizer = provider.load(spec.model.artifact)
         frontend = cls(
             tokenizer,
@@ -58,8 +57,8 @@ class Frontend:
         if spec.io_processor is not None:
             facts = {"model": spec.model, "model_name": spec.model_name, "limits": spec.model_limits}
             parts = {"tokenizer": frontend.tokenizer, "render_chat": frontend.render_chat}
-            io_context = runtime.context("io_processor", spec.io_processor, IOProcessorContext, **facts, **parts)
-            frontend.io_processor = runtime.create("io_processor", spec.io_processor, io_context)
+            name = spec.io_processor
+            frontend.io_processor = runtime.make("io_processor", name, IOProcessorContext, **facts, **parts)
         return frontend
 
     def render_chat(
@@ -82,13 +81,13 @@ class Frontend:
 
 
 def _create_renderer(spec: EngineSpec, runtime: PluginRuntime, tokenizer: Tokenizer) -> ChatRenderer:
-    facts = {"model": spec.model, "template": spec.chat_template, "max_chars": max_prompt_chars(spec.model_limits)}
-    context = runtime.context("chat_renderer", spec.chat_renderer, ChatRendererContext, tokenizer=tokenizer, **facts)
+    bound = max_prompt_chars(spec.model_limits)
+    facts = {"tokenizer": tokenizer, "model": spec.model, "template": spec.chat_template, "max_chars": bound}
     try:
-        renderer: ChatRenderer = runtime.create("chat_renderer", spec.chat_renderer, context)
+        made: ChatRenderer = runtime.make("chat_renderer", spec.chat_renderer, ChatRendererContext, **facts)
     except ModelFormatError as error:
         raise ModelFormatError(f"model {spec.model_name!r}: {error}") from None
-    return renderer
+    return made
 
 
 def _eos_token_ids(spec: EngineSpec) -> tuple[int, ...]:

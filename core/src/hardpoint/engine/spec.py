@@ -26,10 +26,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str
     plan: bytes
-    platform: str
     worker: str
-    executor: str
-    scheduler: str
     kv_layout: str
     tokenizer: str
     chat_renderer: str

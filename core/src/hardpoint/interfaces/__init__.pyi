@@ -38,7 +38,7 @@ from hardpoint.interfaces.model_source import (
 )
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import (
-    NoOptions, PluginAccess, PluginContext, PluginDeclaration, PluginFactory, ProbeResult,
+    NoOptions, PluginAccess, PluginContext, PluginDeclaration, ProbeResult,
     ProbeStatus, ProcessRole, declaration_of, plugin,
 )
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
@@ -73,7 +73,7 @@ __all__ = [
     "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter", "Model",
     "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions",
     "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind",
-    "PluginAccess", "PluginContext", "PluginDeclaration", "PluginFactory", "PositionLogprobs", "ProbeResult",
+    "PluginAccess", "PluginContext", "PluginDeclaration", "PositionLogprobs", "ProbeResult",
     "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions",
     "RequestOutput", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler",
     "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts",

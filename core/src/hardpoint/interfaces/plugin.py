@@ -17,7 +17,7 @@ import enum
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.platform import Platform
 
 _FactoryT = TypeVar("_FactoryT", bound=Callable[..., Any])
-_T_co = TypeVar("_T_co", covariant=True)
 
 _DECLARATION = "__hardpoint_plugin__"
 
@@ -95,12 +94,8 @@ class PluginAccess(Protocol):
         """Call this process's implementations of ``hook``. Raises when a strict or named one fails."""
 
 
-class PluginFactory(Protocol[_T_co]):
-    def __call__(self, ctx: Any, options: Any, /) -> _T_co: ...
-
-
 @dataclass(frozen=True, slots=True)
-class PluginDeclaration(Generic[_T_co]):
+class PluginDeclaration:
     """What :func:`plugin` attaches to a factory.
 
     ``probe`` answers without initializing a device (platforms: without importing torch). ``capabilities`` are open
@@ -128,7 +123,7 @@ def plugin(
     """Declare a factory function or class as a plugin of ``kind``. Has no side effect beyond the attribute."""
 
     def mark(factory: _FactoryT) -> _FactoryT:
-        declaration: PluginDeclaration[Any] = PluginDeclaration(
+        declaration: PluginDeclaration = PluginDeclaration(
             kind, options, probe, dict(capabilities or {}), required_tasks, roles
         )
         setattr(factory, _DECLARATION, declaration)
@@ -137,6 +132,6 @@ def plugin(
     return mark
 
 
-def declaration_of(factory: object) -> PluginDeclaration[Any] | None:
+def declaration_of(factory: object) -> PluginDeclaration | None:
     """The declaration attached by :func:`plugin`, or ``None`` for a bare callable."""
-    return cast("PluginDeclaration[Any] | None", getattr(factory, _DECLARATION, None))
+    return cast("PluginDeclaration | None", getattr(factory, _DECLARATION, None))

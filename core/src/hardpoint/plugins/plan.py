@@ -109,6 +109,3 @@ class PluginPlan(msgspec.Struct, frozen=True):
     def from_bytes(cls, data: bytes) -> PluginPlan:
         """Inverse of :meth:`to_bytes`. Raises ``msgspec.DecodeError`` for anything else."""
         return msgspec.msgpack.decode(data, type=cls)
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()

@@ -41,7 +41,7 @@ class PluginFactoryRecord(NamedTuple):
 
     planned: PlannedPlugin
     factory: Callable[..., Any]
-    declaration: PluginDeclaration[Any]
+    declaration: PluginDeclaration
 
 
 @dataclass(slots=True)
@@ -134,6 +134,10 @@ class PluginRuntime:
             distribution=next((planned.distribution for planned in self.plan.of(kind) if planned.name == name), ""),
             **fields,
         )
+
+    def make(self, kind: str, name: str, context: Callable[..., PluginContext] = PluginContext, **fields: Any) -> Any:
+        """:meth:`create` with a context of the kind's own, which has ``fields``."""
+        return self.create(kind, name, self.context(kind, name, context, **fields))
 
     def fingerprint(self) -> str:
         """Hex digest over all plugins that can take part in computing, for cache keys.
@@ -300,7 +304,7 @@ def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:
     factory = attrgetter(attribute)(importlib.import_module(module))
     if not callable(factory):
         raise TypeError(f"{planned.entry_point} is a {type(factory).__name__}, not a factory")
-    declaration: PluginDeclaration[Any] = declaration_of(factory) or PluginDeclaration(planned.kind)
+    declaration: PluginDeclaration = declaration_of(factory) or PluginDeclaration(planned.kind)
     if declaration.kind != planned.kind:
         raise TypeError(
             f"{planned.entry_point} is declared as a {declaration.kind} plugin, but its entry point says {planned.kind}"

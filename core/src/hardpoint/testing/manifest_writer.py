@@ -128,7 +128,7 @@ def _sorted_sets(part: Any) -> Any:
     return done
 
 
-def manifest_text(declared: Mapping[tuple[str, str], PluginDeclaration[Any]]) -> str:
+def manifest_text(declared: Mapping[tuple[str, str], PluginDeclaration]) -> str:
     """The file for plugins given as ``{(kind, name): declaration}``; the same declarations give the same text.
 
     Raises ``PluginError`` for a flag that is none and for capabilities that are no plain data.
@@ -139,7 +139,7 @@ def manifest_text(declared: Mapping[tuple[str, str], PluginDeclaration[Any]]) ->
     return json.dumps({"manifest_version": 1, "plugins": plugins}, indent=2, ensure_ascii=False) + "\n"
 
 
-def _entry(kind: str, name: str, declaration: PluginDeclaration[Any]) -> dict[str, Any]:
+def _entry(kind: str, name: str, declaration: PluginDeclaration) -> dict[str, Any]:
     entry: dict[str, Any] = {"options": options_schema(declaration.options)}
     if declaration.required_tasks:
         entry["required_tasks"] = sorted(declaration.required_tasks)
@@ -159,7 +159,7 @@ def manifests_of(distribution: str) -> dict[Path, str]:
 
     Raises ``PluginNotFoundError`` when it has none, ``PluginError`` when one cannot be described.
     """
-    packages: dict[str, dict[tuple[str, str], PluginDeclaration[Any]]] = {}
+    packages: dict[str, dict[tuple[str, str], PluginDeclaration]] = {}
     for plugin in _plugins_of(distribution):
         package = plugin.entry_point.partition(":")[0].partition(".")[0]
         packages.setdefault(package, {})[plugin.kind, plugin.name] = _declaration(plugin)
@@ -184,7 +184,7 @@ def _plugins_of(distribution: str) -> Iterator[DiscoveredPlugin]:
     yield from mine
 
 
-def _declaration(plugin: DiscoveredPlugin) -> PluginDeclaration[Any]:
+def _declaration(plugin: DiscoveredPlugin) -> PluginDeclaration:
     module, _, attribute = plugin.entry_point.partition(":")
     try:
         factory = attrgetter(attribute)(importlib.import_module(module))
@@ -192,7 +192,7 @@ def _declaration(plugin: DiscoveredPlugin) -> PluginDeclaration[Any]:
         raise PluginError(
             f"{plugin.kind}:{plugin.name} ({plugin.distribution}) cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    declaration: PluginDeclaration[Any] = declaration_of(factory) or PluginDeclaration(plugin.kind)
+    declaration: PluginDeclaration = declaration_of(factory) or PluginDeclaration(plugin.kind)
     if declaration.kind != plugin.kind:
         raise PluginError(
             f"{plugin.entry_point} is declared as a {declaration.kind} plugin, but its entry point says {plugin.kind}"

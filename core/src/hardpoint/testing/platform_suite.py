@@ -122,7 +122,7 @@ class PlatformSuite(PluginSuite):
         found: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
         return found
 
-    def test_the_probe_answers(self, declaration: PluginDeclaration[Any]) -> None:
+    def test_the_probe_answers(self, declaration: PluginDeclaration) -> None:
         """R12.25 as amended: available, absent or broken, always with a reason, and the same when asked again."""
         assert declaration.probe is not None, "a platform without a probe is never chosen"
         first, second = declaration.probe(), declaration.probe()

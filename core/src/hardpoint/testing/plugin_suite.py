@@ -111,7 +111,7 @@ class PluginSuite(ABC):  # noqa: B024 (kinds whose material only the author has 
         return self.runtime().plan.find(self.kind, self.plugin)
 
     @pytest.fixture
-    def declaration(self, planned: PlannedPlugin) -> PluginDeclaration[Any]:
+    def declaration(self, planned: PlannedPlugin) -> PluginDeclaration:
         return self.runtime().load_factory(planned.kind, planned.name).declaration
 
     def test_importing_it_changes_nothing(self, planned: PlannedPlugin) -> None:
@@ -131,7 +131,7 @@ class PluginSuite(ABC):  # noqa: B024 (kinds whose material only the author has 
         if self.torch_free:
             assert found["frameworks"] == [], f"{self.kind} plugins are imported where no framework may be"
 
-    def test_its_options_explain_themselves(self, declaration: PluginDeclaration[Any]) -> None:
+    def test_its_options_explain_themselves(self, declaration: PluginDeclaration) -> None:
         """Every option has a description, since ``--help=plugins`` and the manifest show nothing else."""
         mute = [name for name, field in declaration.options.model_fields.items() if not field.description]
         assert mute == [], f"options without a description: {', '.join(mute)}"

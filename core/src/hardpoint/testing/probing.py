@@ -141,7 +141,7 @@ def _describe_hooks(factory: Any) -> str:
     return f"imports; runs early, by {_BOOT_HOOK}, in every process" if early else "imports"
 
 
-def _probe(runtime: PluginRuntime, planned: PlannedPlugin, declaration: PluginDeclaration[Any]) -> ProbeResult:
+def _probe(runtime: PluginRuntime, planned: PlannedPlugin, declaration: PluginDeclaration) -> ProbeResult:
     if declaration.probe is not None:
         return declaration.probe()
     if planned.kind != "custom_op":
@@ -157,7 +157,7 @@ def _probe(runtime: PluginRuntime, planned: PlannedPlugin, declaration: PluginDe
     return ProbeResult(ProbeStatus.AVAILABLE, f"{len(operators)} operators")
 
 
-def _stale(planned: PlannedPlugin, declaration: PluginDeclaration[Any]) -> Iterator[str]:
+def _stale(planned: PlannedPlugin, declaration: PluginDeclaration) -> Iterator[str]:
     present = load_manifest(planned)
     if present is None:
         return

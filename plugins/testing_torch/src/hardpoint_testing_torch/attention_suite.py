@@ -253,7 +253,7 @@ class AttentionBackendSuite(PluginSuite):
             self.check(backend, make_problem(_with(base, block_size=size), MIXED))
 
     def test_it_declares_the_block_sizes_it_takes(
-        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration[Any]
+        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration
     ) -> None:
         """The launcher aligns blocks by the declaration, the worker by the backend: both must say the same."""
         stated = declaration.capabilities.get(BLOCK_SIZES_CAPABILITY)
@@ -265,7 +265,7 @@ class AttentionBackendSuite(PluginSuite):
         assert not differ, f"declared: {declared}; block_sizes(): {real}; they differ for {differ[:8]}"
 
     def test_it_declares_what_it_can_do(
-        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration[Any]
+        self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration
     ) -> None:
         """Capabilities that doctor shows agree with the answers, in both directions."""
         declared = declaration.capabilities
@@ -312,7 +312,7 @@ class AttentionBackendSuite(PluginSuite):
         for row, output in enumerate(outputs):
             assert torch.equal(run_backend(backend, together.alone(row)), output), f"row {row} depends on its neighbors"
 
-    def test_its_probe_answers(self, declaration: PluginDeclaration[Any]) -> None:
+    def test_its_probe_answers(self, declaration: PluginDeclaration) -> None:
         """Available, absent or broken, with a reason; asking twice changes nothing."""
         if declaration.probe is None:
             pytest.skip("the backend declares no probe: it is taken to be available")

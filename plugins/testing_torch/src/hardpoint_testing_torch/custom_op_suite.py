@@ -149,7 +149,7 @@ class CustomOpSuite(PluginSuite):
                 for one, other in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
                     torch.testing.assert_close(other, one, rtol=self.tolerance, atol=self.tolerance)
 
-    def test_its_probe_answers(self, declaration: PluginDeclaration[Any]) -> None:
+    def test_its_probe_answers(self, declaration: PluginDeclaration) -> None:
         """Available, absent or broken, with a reason; asking twice changes nothing."""
         if declaration.probe is None:
             pytest.skip("the plugin as a whole declares no probe: it is taken to be available")
