@@ -72,14 +72,7 @@ def test_each_fault_is_caught(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()",
-        "re.compile('a')",
-        "yaml.safe_load(s)",
-        "torch.load(p, weights_only=True)",
-        "np.load(p)",
-    ],
+    "source", ["model.eval()", "re.compile('a')", "yaml.safe_load(s)", "torch.load(p, weights_only=True)", "np.load(p)"]
 )
 def test_harmless_neighbors_pass(source: str) -> None:
     assert faults(source) == []

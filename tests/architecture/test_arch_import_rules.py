@@ -21,11 +21,7 @@ def test_relative_imports_are_resolved_for_modules_and_packages() -> None:
 
 def test_only_the_body_of_type_checking_is_typing_only() -> None:
     source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\nif typing.TYPE_CHECKING:\n    import c\n"
-    assert {found.module: found.typing_only for found in imports_of(source)} == {
-        "a": True,
-        "b": False,
-        "c": True,
-    }
+    assert {found.module: found.typing_only for found in imports_of(source)} == {"a": True, "b": False, "c": True}
 
 
 def test_exported_names_reads_plain_and_annotated_lists() -> None:

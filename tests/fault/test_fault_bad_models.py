@@ -210,11 +210,7 @@ def test_an_architecture_without_a_plugin_names_the_entry_point_to_install(
 
 @pytest.mark.parametrize(
     ("missing", "fault"),
-    [
-        ("config.json", "is missing"),
-        ("model.safetensors", "has no weights"),
-        ("tokenizer.json", "is missing"),
-    ],
+    [("config.json", "is missing"), ("model.safetensors", "has no weights"), ("tokenizer.json", "is missing")],
 )
 def test_a_missing_file_is_named(hardpoint: CommandLine, folder: Path, missing: str, fault: str) -> None:
     (folder / missing).unlink()

@@ -45,8 +45,7 @@ NEEDS: Mapping[str, Need] = {
     "hardpoint-models": Need(GENERATE, ("hardpoint.model.v1:LlamaForCausalLM",)),
     "hardpoint-observability": Need((*SERVE, "--plugins", "log"), ("'log'", "install its distribution")),
     "hardpoint-scheduling": Need(
-        GENERATE,
-        ("hardpoint.scheduler.v1:fcfs", "hardpoint.hash.v1:sha256", "hardpoint.kv_layout.v1:layer_outermost"),
+        GENERATE, ("hardpoint.scheduler.v1:fcfs", "hardpoint.hash.v1:sha256", "hardpoint.kv_layout.v1:layer_outermost")
     ),
     "hardpoint-serving": Need(SERVE, ("hardpoint.endpoint.v1:openai", "hardpoint.endpoint.v1:ops")),
     "hardpoint-terminal": Need(GENERATE, ("'generate'", "hardpoint.cli_command.v1:generate"), 2),

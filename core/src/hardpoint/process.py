@@ -159,11 +159,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def boot(
-    plan: bytes,
-    roles: Iterable[ProcessRole],
-    *,
-    rank: int | None = None,
-    log_level: str | None = None,
+    plan: bytes, roles: Iterable[ProcessRole], *, rank: int | None = None, log_level: str | None = None
 ) -> PluginRuntime:
     """First act of a process that holds ``roles``: logging, the plan, its verification, hooks, then the platform.
 

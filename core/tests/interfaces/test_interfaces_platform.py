@@ -14,14 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from hardpoint.interfaces import (
-    DeviceDescription,
-    EngineSettings,
-    LogicalDevice,
-    Platform,
-    PlatformKind,
-    ThreadPlan,
-)
+from hardpoint.interfaces import DeviceDescription, EngineSettings, LogicalDevice, Platform, PlatformKind, ThreadPlan
 
 
 class Paper(Platform):

@@ -87,10 +87,7 @@ def test_a_damaged_message_is_one_named_error_or_a_valid_record(data: st.DataObj
 
 @pytest.mark.parametrize(
     "pickled",
-    [
-        b"cos\nsystem\n(S'touch CANARY'\ntR.",
-        b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch CANARY\x85R.",
-    ],
+    [b"cos\nsystem\n(S'touch CANARY'\ntR.", b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch CANARY\x85R."],
 )
 @pytest.mark.parametrize("code", [-128, -2, 0, 1, 2, 3, 42, 127])
 def test_a_pickle_is_never_loaded(pickled: bytes, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,7 @@ def plan_of(*plugins: DiscoveredPlugin, **selection: Any) -> PluginPlan:
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
-    [(None, None), ("", ()), (" , ", ()), ("a", ("a",)), ("a, b,,c", ("a", "b", "c"))],
+    ("text", "names"), [(None, None), ("", ()), (" , ", ()), ("a", ("a",)), ("a, b,,c", ("a", "b", "c"))]
 )
 def test_an_unset_list_differs_from_an_empty_one(text: str | None, names: tuple[str, ...] | None) -> None:
     """R12.8, R12.9, P12.6"""

@@ -356,10 +356,7 @@ _site_numbers = itertools.count()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.tuples(st.sampled_from(["hooks", "stat_logger", "endpoint"]), st.booleans()), max_size=6),
-    st.data(),
-)
+@given(st.lists(st.tuples(st.sampled_from(["hooks", "stat_logger", "endpoint"]), st.booleans()), max_size=6), st.data())
 def test_loaded_is_installed_and_listed_whatever_fails(
     site: Site, plugins: list[tuple[str, bool]], data: st.DataObject
 ) -> None:

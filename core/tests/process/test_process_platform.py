@@ -21,12 +21,7 @@ from hardpoint.process import boot
 from hardpoint.roles import ProcessRole
 from hardpoint.testing.fake_platform import FakePlatform, install_fake_platform
 
-ROLES = (
-    {ProcessRole.API},
-    {ProcessRole.ENGINE},
-    {ProcessRole.WORKER},
-    {ProcessRole.ENGINE, ProcessRole.WORKER},
-)
+ROLES = ({ProcessRole.API}, {ProcessRole.ENGINE}, {ProcessRole.WORKER}, {ProcessRole.ENGINE, ProcessRole.WORKER})
 CHILD = """
 import sys
 from hardpoint.process import boot

@@ -70,8 +70,7 @@ def test_a_sound_plugin_passes(site: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
-    [("os._exit(7)", "ended with status 7"), ("os.kill(os.getpid(), 9)", "ended with status -9")],
+    ("body", "told"), [("os._exit(7)", "ended with status 7"), ("os.kill(os.getpid(), 9)", "ended with status -9")]
 )
 def test_a_crash_is_a_verdict(site: Path, capsys: pytest.CaptureFixture[str], body: str, told: str) -> None:
     install(site, body)

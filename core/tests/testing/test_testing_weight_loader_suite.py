@@ -17,10 +17,7 @@ from hardpoint.interfaces import ModelArtifact, ModelInfo, WeightLoader, WeightT
 from hardpoint.testing.suite_runner import run_suite
 from hardpoint.testing.weight_loader_suite import WeightLoaderSuite
 
-TENSORS = {
-    "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
-    "b.weight": np.arange(5, dtype=np.float32),
-}
+TENSORS = {"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b.weight": np.arange(5, dtype=np.float32)}
 
 
 class LineLoader(WeightLoader):

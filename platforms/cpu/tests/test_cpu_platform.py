@@ -135,11 +135,7 @@ class TestThreads:
 
     @pytest.mark.parametrize(
         ("environment", "expected"),
-        [
-            ({}, "1000"),
-            ({"GOMP_SPINCOUNT": "7"}, "7"),
-            ({"OMP_WAIT_POLICY": "active"}, None),
-        ],
+        [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
     )
     def test_spinning_is_bounded_unless_the_operator_decides(
         self, environment: dict[str, str], expected: str | None

@@ -42,11 +42,7 @@ FEATURES: list[dict[str, Any]] = [
 ACCEPTED = [
     {"dtype": dtype, "kv_cache_dtype": stored, "head_size": head_size, "device": device, **feature}
     for dtype, stored, head_size, device, feature in itertools.product(
-        ("float32", "bfloat16", "float16"),
-        ("auto", "float32", "bfloat16"),
-        (8, 80, 256),
-        (CPU, CUDA),
-        FEATURES,
+        ("float32", "bfloat16", "float16"), ("auto", "float32", "bfloat16"), (8, 80, 256), (CPU, CUDA), FEATURES
     )
 ]
 

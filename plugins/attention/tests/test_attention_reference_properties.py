@@ -19,12 +19,7 @@ BACKEND = ReferenceBackend()
 rows = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 3, 16, 17, 30])), min_size=1, max_size=7)
 shapes = st.builds(
     lambda kv, group, block, window, cap: AttentionShape(
-        num_heads=kv * group,
-        num_kv_heads=kv,
-        head_size=8,
-        block_size=block,
-        sliding_window=window,
-        logits_soft_cap=cap,
+        num_heads=kv * group, num_kv_heads=kv, head_size=8, block_size=block, sliding_window=window, logits_soft_cap=cap
     ),
     kv=st.integers(1, 3),
     group=st.integers(1, 4),

@@ -286,11 +286,7 @@ time.sleep(60)
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_workers_end_with_the_engine(tmp_path: Path, how: signal.Signals, state: str) -> None:
     """kill -9 of the engine, also during load: workers are gone within seconds, and so is every file."""
-    engine = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path), state],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    engine = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), state], stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
     pids = [int(pid) for pid in engine.stdout.readline().split()]
     assert len(pids) == 2

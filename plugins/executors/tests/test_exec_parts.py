@@ -127,8 +127,7 @@ def test_a_frame_that_is_no_call_ends_the_worker(frame: bytes) -> None:
 def test_ranks_that_need_not_answer_keep_quiet_unless_they_fail() -> None:
     codec = RpcCodec()
     answers = conversation(
-        codec.encode_call(1, "warm_up", reply_ranks=(1,)),
-        codec.encode_call(2, "sample", (5, None), reply_ranks=(1,)),
+        codec.encode_call(1, "warm_up", reply_ranks=(1,)), codec.encode_call(2, "sample", (5, None), reply_ranks=(1,))
     )
     (reply,) = map(codec.decode_reply, answers)
     assert reply.call_id == 2

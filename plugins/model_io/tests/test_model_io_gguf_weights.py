@@ -214,10 +214,7 @@ def test_stated_rotary_scaling_becomes_configuration(gguf_file: WriteGguf, as_ar
     linear = {**base, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     info, _ = load(as_artifact(gguf_file(metadata=linear)))
     assert info.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    for name, stated in {
-        "old.gguf": {"rope.scale_linear": 4.0},
-        "typeless.gguf": {"rope.scaling.factor": 4.0},
-    }.items():
+    for name, stated in {"old.gguf": {"rope.scale_linear": 4.0}, "typeless.gguf": {"rope.scaling.factor": 4.0}}.items():
         info, _ = load(as_artifact(gguf_file(name=name, metadata={**base, **stated})))
         assert info.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}, name
     info, _ = load(as_artifact(gguf_file(name="one.gguf", metadata={**base, "rope.scale_linear": 1.0})))

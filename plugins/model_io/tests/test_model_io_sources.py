@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.errors import ModelFormatError, ModelNotFoundError
-from hardpoint_model_io.sources.hub import (
-    HubRevision,
-    HubSource,
-    HubUnknownError,
-    HubUnreachableError,
-)
+from hardpoint_model_io.sources.hub import HubRevision, HubSource, HubUnknownError, HubUnreachableError
 from hardpoint_model_io.sources.hub_client import HuggingFaceClient
 from hardpoint_model_io.sources.local import LocalSource
 from hardpoint_model_io.sources.package import PackageSource

@@ -83,11 +83,7 @@ def test_biases_follow_variant_or_configuration() -> None:
         (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8,) * 4),
         (QWEN2, {"sliding_window": 8, "use_sliding_window": False}, (None,) * 4),
         (QWEN2, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
-        (
-            QWEN3,
-            {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2},
-            (None, 8, None, 8),
-        ),
+        (QWEN3, {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, (None, 8, None, 8)),
         (DecoderVariant(), {"sliding_window": 8}, (None,) * 4),
     ],
 )

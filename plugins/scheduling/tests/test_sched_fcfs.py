@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from hardpoint.errors import ConfigError, OverloadedError, PluginNotFoundError
-from hardpoint.interfaces import (
-    EngineOutput,
-    FinishReason,
-    NoOptions,
-    PauseMode,
-    SchedulerContext,
-)
+from hardpoint.interfaces import EngineOutput, FinishReason, NoOptions, PauseMode, SchedulerContext
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint_scheduling.schedulers.fcfs import create
 from sched_support import BLOCK, answer, expected, kv_config, limits, make_loop, make_scheduler, request

@@ -147,9 +147,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 @settings(max_examples=120, deadline=None)
 @given(
-    CONFIGS,
-    st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=8),
-    st.booleans(),
+    CONFIGS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=8), st.booleans()
 )
 def test_tokens_do_not_depend_on_budgets_caching_or_neighbors(
     config: dict[str, Any], shapes: list[tuple[list[int], int, int]], chunked: bool

@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hardpoint.interfaces import (
-    EngineOutput,
-    FinishReason,
-    LogprobArrays,
-    PauseMode,
-    RowFailure,
-)
+from hardpoint.interfaces import EngineOutput, FinishReason, LogprobArrays, PauseMode, RowFailure
 from sched_support import answer, expected, make_loop, make_scheduler, request
 
 PROMPT = list(range(3, 13))

@@ -67,10 +67,7 @@ def build_app(
         facts=ServerFacts("0.1", 1_700_000_000, config.max_body_bytes, request_timeout_s=request_timeout_s),
         exporters=exporters,
     )
-    endpoints = {
-        "openai": create_openai(context, options or OpenAIOptions()),
-        "ops": create_ops(context, NoOptions()),
-    }
+    endpoints = {"openai": create_openai(context, options or OpenAIOptions()), "ops": create_ops(context, NoOptions())}
     return create_app(config, engines, endpoints, config.api_key), engines
 
 

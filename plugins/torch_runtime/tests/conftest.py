@@ -31,13 +31,7 @@ from hardpoint.interfaces.kv_cache import (
 )
 from hardpoint.interfaces.model import ModelContext, WeightRule
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightTensor
-from hardpoint.interfaces.platform import (
-    DeviceDescription,
-    EngineSettings,
-    LogicalDevice,
-    Platform,
-    ThreadPlan,
-)
+from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, LogicalDevice, Platform, ThreadPlan
 from hardpoint.interfaces.plugin import PluginContext, ProcessRole
 from hardpoint.interfaces.request import EngineRequest, SamplingParams
 from hardpoint.interfaces.scheduler import SchedulerLimits
@@ -366,9 +360,7 @@ class TinyWorld:
 
     def scheduler(self, *, max_tokens: int | None = None) -> FakeScheduler:
         limits = SchedulerLimits(
-            max_num_seqs=self.max_seqs,
-            max_num_batched_tokens=max_tokens or self.max_tokens,
-            max_model_len=self.max_len,
+            max_num_seqs=self.max_seqs, max_num_batched_tokens=max_tokens or self.max_tokens, max_model_len=self.max_len
         )
         return FakeScheduler(limits, num_blocks=self.num_blocks, block_size=self.block_size)
 

@@ -68,14 +68,7 @@ def test_the_rows_tell_the_signatures_of_the_plain_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x,
-        lambda gate_up, out: out,
-        lambda gate_up, *, eps: gate_up,
-        lambda: None,
-        "a name",
-    ],
+    "function", [lambda x: x, lambda gate_up, out: out, lambda gate_up, *, eps: gate_up, lambda: None, "a name"]
 )
 def test_a_kernel_with_other_parameters_is_refused(function: Any) -> None:
     """R10.46, R10.49: where it is chosen, not when it is first called."""

@@ -114,10 +114,7 @@ def test_a_plan_that_is_too_small_names_the_layer() -> None:
     one = spec()
     good = plan(one, 2, 3, outermost="layer").tensors[0]
     short = KVCacheTensor(
-        size=good.size - 1,
-        layer_names=good.layer_names,
-        layer_stride=good.layer_stride,
-        block_stride=good.block_stride,
+        size=good.size - 1, layer_names=good.layer_names, layer_stride=good.layer_stride, block_stride=good.block_stride
     )
     with pytest.raises(ConfigError, match="'l1' needs"):
         KVMemory(KVCacheConfig(num_blocks=3, groups=(), tensors=(short,)), dict.fromkeys(("l0", "l1"), one), CPU)

@@ -11,13 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from hardpoint.interfaces.kv_cache import (
-    NULL_BLOCK_ID,
-    FullAttentionSpec,
-    KVCacheConfig,
-    LayerSpec,
-    spec_to_wire,
-)
+from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID, FullAttentionSpec, KVCacheConfig, LayerSpec, spec_to_wire
 from hardpoint.interfaces.request import SamplingParams
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import Worker

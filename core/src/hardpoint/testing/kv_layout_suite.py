@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVLayout,
-    KVPlanRequest,
-    spec_from_wire,
-)
+from hardpoint.interfaces import FullAttentionSpec, KVCacheConfig, KVCacheSpec, KVLayout, KVPlanRequest, spec_from_wire
 from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["KVLayoutSuite", "check_memory", "layers"]

@@ -14,14 +14,7 @@ from statistics import quantiles
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hardpoint.interfaces import (
-    PluginContext,
-    RequestFinished,
-    StatLogger,
-    StepObserved,
-    TokensEmitted,
-    plugin,
-)
+from hardpoint.interfaces import PluginContext, RequestFinished, StatLogger, StepObserved, TokensEmitted, plugin
 
 
 class Options(BaseModel):

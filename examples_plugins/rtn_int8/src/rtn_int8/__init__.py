@@ -9,14 +9,7 @@ from __future__ import annotations
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from hardpoint.interfaces import (
-    LinearMethod,
-    LinearShape,
-    ModelInfo,
-    QuantizationMethod,
-    WorkerContext,
-    plugin,
-)
+from hardpoint.interfaces import LinearMethod, LinearShape, ModelInfo, QuantizationMethod, WorkerContext, plugin
 
 LARGEST = 127
 

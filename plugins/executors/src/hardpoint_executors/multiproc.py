@@ -11,15 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError, WorkerError
-from hardpoint.interfaces import (
-    Deferred,
-    Executor,
-    ExecutorContext,
-    GrammarMask,
-    RunnerOutput,
-    SchedulerOutput,
-    plugin,
-)
+from hardpoint.interfaces import Deferred, Executor, ExecutorContext, GrammarMask, RunnerOutput, SchedulerOutput, plugin
 from hardpoint.ipc import CodecError
 from hardpoint.process import LoadReport
 from hardpoint_executors.context import require

@@ -70,11 +70,7 @@ class AttentionBackendSuite(PluginSuite):
     """
 
     kind: ClassVar[str] = "attention_backend"
-    tolerance: ClassVar[Mapping[torch.dtype, float]] = {
-        torch.float32: 2e-5,
-        torch.bfloat16: 2e-2,
-        torch.float16: 2e-3,
-    }
+    tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
     head_sizes: ClassVar[tuple[int, ...]] = (64, 80, 128)
 
     def create_backend(self, ctx: WorkerContext) -> AttentionBackend:

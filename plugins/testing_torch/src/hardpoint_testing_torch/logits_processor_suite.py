@@ -23,13 +23,7 @@ from hardpoint_testing_torch.linear_bench import bench_info
 from hardpoint_testing_torch.local_driver import worker_config
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
 from hardpoint_testing_torch.worker_driver import WorkerDriver
-from hardpoint_testing_torch.worker_world import (
-    KitPlatform,
-    WorkerWorld,
-    check_greedy,
-    installed_plugins,
-    start_driver,
-)
+from hardpoint_testing_torch.worker_world import KitPlatform, WorkerWorld, check_greedy, installed_plugins, start_driver
 
 __all__ = ["LogitsProcessorSuite"]
 

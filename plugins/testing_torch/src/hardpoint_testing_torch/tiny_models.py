@@ -74,12 +74,7 @@ class TinyModel:
 
 
 def make_tiny_model(
-    architecture: str,
-    folder: Path,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **config: Any,
+    architecture: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> TinyModel:
     """Create, save and describe a tiny model. ``config`` overrides ``TINY_SIZES``.
 

@@ -32,15 +32,7 @@ from hardpoint_testing_torch.state_dict_loader import StateDictLoader
 from hardpoint_testing_torch.tiny_models import TinyModel
 from hardpoint_testing_torch.worker_driver import WorkerDriver
 
-__all__ = [
-    "KitPlatform",
-    "KitPlugins",
-    "WorkerWorld",
-    "check_greedy",
-    "installed_plugins",
-    "plan_kv",
-    "start_driver",
-]
+__all__ = ["KitPlatform", "KitPlugins", "WorkerWorld", "check_greedy", "installed_plugins", "plan_kv", "start_driver"]
 
 ATTENTION = "kit_attention"
 LOADER = "kit_checkpoint"
@@ -175,9 +167,7 @@ def start_driver(worker: Worker, config: WorkerConfig, *, num_blocks: int = 120,
 
 
 def plan_kv(
-    layers: Sequence[LayerSpec],
-    num_blocks: int,
-    classes: Mapping[str, type[KVCacheSpec]] | None = None,
+    layers: Sequence[LayerSpec], num_blocks: int, classes: Mapping[str, type[KVCacheSpec]] | None = None
 ) -> KVCacheConfig:
     """One group and one buffer for each distinct spec, all of ``num_blocks`` blocks (the null block included).
 

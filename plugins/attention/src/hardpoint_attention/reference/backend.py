@@ -56,12 +56,7 @@ class ReferenceBackend(AttentionBackend):
         return BLOCK_SIZES
 
     def create_builder(
-        self,
-        spec: AttentionSpec,
-        layer_names: Sequence[str],
-        max_rows: int,
-        max_tokens: int,
-        device: torch.device,
+        self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
     ) -> AttentionMetadataBuilder:
         del layer_names, max_rows, max_tokens
         return ReferenceMetadataBuilder(spec, device)

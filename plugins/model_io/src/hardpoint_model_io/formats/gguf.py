@@ -18,14 +18,7 @@ import numpy as np
 
 from hardpoint.errors import ModelFormatError
 from hardpoint_model_io.files import map_file
-from hardpoint_model_io.formats.gguf_cursor import (
-    ARRAY,
-    MAX_ARRAY_LENGTH,
-    MAX_KEY_BYTES,
-    SCALARS,
-    STRING,
-    Cursor,
-)
+from hardpoint_model_io.formats.gguf_cursor import ARRAY, MAX_ARRAY_LENGTH, MAX_KEY_BYTES, SCALARS, STRING, Cursor
 from hardpoint_model_io.formats.gguf_types import TensorType, tensor_type
 
 MAGIC = b"GGUF"

@@ -11,13 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint.interfaces.model_source import (
-    ModelArtifact,
-    ModelInfo,
-    WeightLoader,
-    WeightLoaderContext,
-    WeightTensor,
-)
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import plugin
 from hardpoint_model_io.weights.config_json import describe_config
 

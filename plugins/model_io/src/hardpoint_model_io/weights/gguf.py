@@ -9,13 +9,7 @@ from math import prod
 import numpy as np
 
 from hardpoint.errors import ModelFormatError
-from hardpoint.interfaces.model_source import (
-    ModelArtifact,
-    ModelInfo,
-    WeightLoader,
-    WeightLoaderContext,
-    WeightTensor,
-)
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_model_io.files import confined_path, release_pages, starts_with
 from hardpoint_model_io.formats.gguf import MAGIC, GgufFile, GgufTensor, read_gguf

@@ -7,13 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hardpoint.errors import ModelFormatError
-from hardpoint.interfaces.model_source import (
-    ModelArtifact,
-    ModelInfo,
-    WeightLoader,
-    WeightLoaderContext,
-    WeightTensor,
-)
+from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_model_io.files import confined_path, read_json_object, release_pages
 from hardpoint_model_io.formats.safetensors import SafetensorsFile, read_safetensors

@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from hardpoint.errors import PluginNotFoundError
-from hardpoint.interfaces import (
-    BlockHash,
-    EngineRequest,
-    HashContext,
-    HashFunction,
-    NoOptions,
-    PluginAccess,
-    plugin,
-)
+from hardpoint.interfaces import BlockHash, EngineRequest, HashContext, HashFunction, NoOptions, PluginAccess, plugin
 from hardpoint_scheduling.kv_cache.extra_keys import extra_keys, has_extra_keys
 
 SEED_VARIABLE = "PYTHONHASHSEED"

@@ -111,13 +111,7 @@ class Admission:
         )
 
     def _enter(
-        self,
-        request: LiveRequest,
-        plan: StepPlan,
-        blocks: Blocks,
-        num_computed: int,
-        num_new: int,
-        lookahead: int,
+        self, request: LiveRequest, plan: StepPlan, blocks: Blocks, num_computed: int, num_new: int, lookahead: int
     ) -> None:
         state = self._state
         resumed = request.status is RequestStatus.PREEMPTED

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import (
-    ExternalMatch,
-    RequestView,
-    RunnerOutput,
-    SchedulerExtension,
-    SchedulerOutput,
-)
+from hardpoint.interfaces import ExternalMatch, RequestView, RunnerOutput, SchedulerExtension, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
 
     def take_running(
-        self,
-        requests: list[LiveRequest],
-        slots: Int32Array,
-        computed: Int32Array,
-        counts: Int32Array,
-        grown: GrownRows,
+        self, requests: list[LiveRequest], slots: Int32Array, computed: Int32Array, counts: Int32Array, grown: GrownRows
     ) -> None:
         """Adopt the running loop's result. Arrays run over ``requests``; rows with a count of 0 are left out."""
         keep = counts > 0

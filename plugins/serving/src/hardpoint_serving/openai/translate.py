@@ -110,9 +110,7 @@ def chat_sampling(request: ChatRequest) -> SamplingParams:
             "max_tokens and max_completion_tokens differ; set one of them", param="max_tokens", code="invalid_value"
         )
     return _sampling(
-        request,
-        max_tokens=next(iter(limits), None),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        request, max_tokens=next(iter(limits), None), logprobs=(request.top_logprobs or 0) if request.logprobs else None
     )
 
 

@@ -102,10 +102,7 @@ _ROWS = (
         "dense linear layers and tied heads",
     ),
     KernelSeam(
-        "embedding",
-        ("token_ids", "weight"),
-        "token_ids int64 [T], weight [V, C]; returns [T, C]",
-        "token embeddings",
+        "embedding", ("token_ids", "weight"), "token_ids int64 [T], weight [V, C]; returns [T, C]", "token embeddings"
     ),
     KernelSeam(
         "top_k_top_p",

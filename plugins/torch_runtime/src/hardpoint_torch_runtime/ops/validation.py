@@ -50,11 +50,7 @@ def _check_sample(operator: Callable[..., Any], sample: tuple[Any, ...], mutates
 
 
 def _check_memory(
-    operator: Callable[..., Any],
-    before: tuple[Any, ...],
-    after: tuple[Any, ...],
-    outputs: Any,
-    mutates: frozenset[str],
+    operator: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...], outputs: Any, mutates: frozenset[str]
 ) -> Iterator[str]:
     names = [argument.name for argument in operator._schema.arguments]  # type: ignore[attr-defined]
     for name, old, new in zip(names, before, after, strict=False):

@@ -65,11 +65,7 @@ class InputBuilder:
     """
 
     def __init__(
-        self,
-        state: SlotState,
-        max_tokens: int,
-        device: torch.device,
-        kernel_blocks: tuple[int, ...] | None = None,
+        self, state: SlotState, max_tokens: int, device: torch.device, kernel_blocks: tuple[int, ...] | None = None
     ) -> None:
         rows = state.num_slots
         self._state = state

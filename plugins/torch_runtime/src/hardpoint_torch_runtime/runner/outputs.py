@@ -43,10 +43,7 @@ def assemble_output(
         keep = num_sampled[rows] == 1
         by_row = np.flatnonzero(keep)[np.argsort(rows[keep], kind="stable")]
         logprobs = LogprobArrays(
-            rows[by_row].astype(np.int32),
-            logprobs.token_ids[by_row],
-            logprobs.logprobs[by_row],
-            logprobs.ranks[by_row],
+            rows[by_row].astype(np.int32), logprobs.token_ids[by_row], logprobs.logprobs[by_row], logprobs.ranks[by_row]
         )
     return RunnerOutput(
         step_id=step.step_id,

@@ -92,10 +92,7 @@ class ModelRunner:
         metadata, mappings = self.groups.build(batch, step)
         embeddings = self.state.embeddings.for_batch(batch, self.model)
         context = ForwardContext(
-            attention_metadata=metadata,
-            slot_mapping=mappings,
-            kv_caches=self.kv.views,
-            num_tokens=batch.num_tokens,
+            attention_metadata=metadata, slot_mapping=mappings, kv_caches=self.kv.views, num_tokens=batch.num_tokens
         )
         with set_forward_context(context):
             if embeddings is not None:

@@ -134,11 +134,7 @@ class Sampler:
         return rows
 
     def _logprobs(
-        self,
-        snapshot: torch.Tensor | None,
-        tokens: torch.Tensor,
-        metadata: SamplingMetadata,
-        failures: dict[int, str],
+        self, snapshot: torch.Tensor | None, tokens: torch.Tensor, metadata: SamplingMetadata, failures: dict[int, str]
     ) -> LogprobArrays | None:
         if snapshot is None or metadata.logprobs is None:
             return None
