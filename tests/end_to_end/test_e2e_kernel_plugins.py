@@ -15,8 +15,8 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.config import AppConfig, EngineConfig
-from hardpoint.engine.launching import launch_config
 from hardpoint.errors import ConfigError, PluginConflictError, PluginNotFoundError
+from hardpoint.launch import launch_config
 from hardpoint.roles import ProcessRole
 from scratch_install import write_metadata
 from tiny_llama import write_tiny_llama

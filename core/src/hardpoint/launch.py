@@ -6,7 +6,8 @@ Everything that can be wrong with names and files is found here, in the launcher
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.config.settle import settle
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import ConfigError, ModelFormatError, ModelNotFoundError, PluginNotFoundError
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
@@ -46,6 +48,21 @@ class Launch:
 
     spec: EngineSpec
     runtime: PluginRuntime
+
+
+Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
+
+
+def launch_model(model: str, settings: Mapping[str, Any], roles: frozenset[ProcessRole]) -> Launch:
+    """``settings`` are the command line's in their Python spelling. Raises what ``prepare`` raises."""
+    engine = EngineConfig.sections(model, **settings)
+    return launch_config(settle({"engines": {str(engine["model"].get("served_name") or model): engine}}), roles)
+
+
+def launch_config(config: AppConfig, roles: frozenset[ProcessRole]) -> Launch:
+    """The one engine of ``config``. Raises what ``prepare`` raises."""
+    (name,) = config.engines
+    return prepare(config, name, environ=dict(os.environ), roles=roles)
 
 
 def plugin_selection(
@@ -305,10 +322,8 @@ def _worker_config(
 
 
 def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return None if path is None else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat template {path!r} cannot be read: {error}; set --chat-template-file to a text file"

@@ -14,7 +14,6 @@ import msgspec
 
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.io_tasks import process_task
-from hardpoint.engine.launching import launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.process_client import ProcessClient
 from hardpoint.engine.spec import EngineSpec
@@ -25,6 +24,7 @@ from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, Req
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
 from hardpoint.interfaces.stat_logger import StatLogger
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.launch import launch_model
 from hardpoint.plugins.report import LoadReport
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.process import announce_stop, starting

@@ -20,13 +20,13 @@ from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.input_processor import ProcessedRequest
 from hardpoint.engine.io_tasks import start_task
-from hardpoint.engine.launching import Launcher, launch_config, launch_model
 from hardpoint.engine.output_processor import OutputProcessor
 from hardpoint.engine.output_state import RequestState
 from hardpoint.errors import EngineDeadError, InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.launch import Launcher, launch_config, launch_model
 from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
 
