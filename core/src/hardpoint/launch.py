@@ -150,12 +150,10 @@ def prepare(
         worker_config=_worker_config(engine, settings, info, limits, runtime, environ, show_progress),
         limits=limits,
         model_limits=ModelLimits(
-            vocab_size=info.vocab_size,
-            max_model_len=limits.max_model_len,
-            max_logprobs=config.server.max_logprobs,
-            max_n=config.server.max_n,
-            max_prompts=config.server.max_prompts,
+            info.vocab_size,
+            limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),
         num_blocks=engine.cache.num_kv_blocks,
         io_processor=io_processor or None,
@@ -299,25 +297,17 @@ def _worker_config(
 ) -> WorkerConfig:
     platform: Platform = runtime.platform  # type: ignore[assignment]
     world_size = engine.execution.world_size
-    if settings.block_size is None:
-        raise ConfigError(f"platform {platform.name!r} chose no block size; set --block-size")
+    settled = msgspec.structs.asdict(settings)
+    chosen = ("dtype", "kv_cache_dtype", "block_size", "kv_cache_bytes", "attention_backend")
     return WorkerConfig(
         model=info,
-        dtype=settings.dtype or info.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype or info.dtype,
-        block_size=settings.block_size,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
         threads=platform.thread_plan(world_size, environ),
         parallel=ParallelSlice(world_size=world_size),
-        attention_backend=settings.attention_backend,
         quantization=engine.model.quantization,
-        compiler=engine.execution.compiler,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        batch_invariant=engine.execution.batch_invariant,
         show_progress=show_progress,
-        seed=engine.execution.seed,
+        **{name: settled[name] for name in chosen},
+        **{name: getattr(limits, name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
+        **engine.execution.model_dump(include={"compiler", "batch_invariant", "seed"}),
     )
 
 
