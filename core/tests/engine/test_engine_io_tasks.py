@@ -29,6 +29,7 @@ FAKE_PARTS: Mapping[str, Any] = {
     "scheduler": "fake",
     "kv_layout": "fake",
     "loader": "fake",
+    "chat_renderer": "fake",
 }
 PINS = tuple(f"{name}=hardpoint-fakes" for name in ("hash:sha256", "kv_cache_spec:full_attention"))
 

@@ -31,7 +31,7 @@ START_S = 30.0
 
 def settings(script: dict[str, Any], **server: Any) -> dict[str, Any]:
     return {
-        "model": {"name": "fake", "loader": "fake"},
+        "model": {"name": "fake", "loader": "fake", "chat_renderer": "fake"},
         "cache": {"kv_layout": "fake"},
         "scheduler": {"scheduler": "fake"},
         "execution": {"platform": "fake", "executor": "fake"},
