@@ -164,6 +164,7 @@ def test_switches_can_be_set_in_the_environment(
         (["--platform", "tpu"], "hardpoint.platform.v1:tpu"),
         (["--quantization", "fp3"], "hardpoint.quantization.v1:fp3"),
         (["--loader", "gguff"], "did you mean 'gguf'"),
+        (["--chat-renderer", "morse"], "hardpoint.chat_renderer.v1:morse"),
         (["--kv-layout", "sideways"], "hardpoint.kv_layout.v1:sideways"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--max-num-seqs", "few"], "'few' is not a count"),

@@ -274,7 +274,11 @@ class FakeProcessor(IOProcessor):
 
 @plugin("chat_renderer")
 def create_chat_renderer(ctx: ChatRendererContext, options: Any) -> ChatRenderer:
-    return FakeChatRenderer(ctx.tokenizer)
+    if ctx.template == "broken":
+        raise ModelFormatError("the chat template cannot be compiled")
+    renderer = FakeChatRenderer(ctx.tokenizer)
+    renderer.ctx = ctx  # type: ignore[attr-defined]
+    return renderer
 
 
 @plugin("io_processor")
