@@ -74,10 +74,8 @@ class Frontend:
         """
         checked = normalize_messages(messages, max_chars=max_prompt_chars(self.limits))
         arguments = plain_copy(template_arguments or {})
-        _, token_ids = self._renderer.render(
-            checked, add_generation_prompt=add_generation_prompt, template_arguments=arguments
-        )
-        return Prompt(token_ids=token_ids)
+        _, ids = self._renderer.render(checked, add_generation_prompt=add_generation_prompt, template_arguments=arguments)
+        return Prompt(token_ids=ids)
 
 
 def _create_renderer(spec: EngineSpec, runtime: PluginRuntime, tokenizer: Tokenizer) -> ChatRenderer:

@@ -30,11 +30,10 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int 
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list with at least one message", param="messages")
     _check_counts(messages)
-    num_chars = sum(map(_content_length, messages))
-    if max_chars is not None and num_chars > max_chars:
+    size = sum(map(_content_length, messages))
+    if max_chars is not None and size > max_chars:
         raise InvalidRequestError(
-            f"the messages have {num_chars} characters; at most {max_chars} are allowed for this model's context "
-            "length",
+            f"the messages have {size} characters; at most {max_chars} are allowed for this model's context length",
             param="messages",
             code="context_length_exceeded",
         )
