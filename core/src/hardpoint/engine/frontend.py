@@ -72,9 +72,9 @@ class Frontend:
 
         Raises ``InvalidRequestError`` for messages the template cannot take or the context cannot hold. Thread-safe.
         """
-        checked = normalize_messages(messages, max_chars=max_prompt_chars(self.limits))
+        plain = normalize_messages(messages, max_chars=max_prompt_chars(self.limits))
         arguments = plain_copy(template_arguments or {})
-        _, ids = self._renderer.render(checked, add_generation_prompt=add_generation_prompt, template_arguments=arguments)
+        _, ids = self._renderer.render(plain, add_generation_prompt=add_generation_prompt, template_arguments=arguments)
         return Prompt(token_ids=ids)
 
 
