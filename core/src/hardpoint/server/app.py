@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError, EngineNotReadyError, InvalidRequestError, PluginConflictError, PluginLoadError
@@ -75,8 +74,9 @@ def create_app(
 ) -> Callable[..., Any]:
     """The guarded application.
 
-    Raises ``PluginConflictError`` when two endpoints claim one route, ``PluginLoadError`` for one of unknown access,
-    ``ConfigError`` for an admin endpoint without any admin key.
+    Raises ``PluginConflictError`` when two endpoints claim one route or one opens all methods of a path,
+    ``PluginLoadError`` for one of unknown access or without a router, ``ConfigError`` for an admin endpoint without
+    any admin key.
     """
     _check_access(endpoints, admin_keys)
     # Without a schema there are no pages that show it either; a redirect would be built from the Host header.
@@ -122,41 +122,50 @@ def _probe(good: bool) -> JSONResponse:
     return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """One route. ``sample`` is a path it takes, so that two claims can be held against each other."""
-
-    owner: str
-    methods: frozenset[str]
-    pattern: re.Pattern[str]
-    sample: str
-
-    def collides(self, other: _Claim) -> bool:
-        overlaps = self.pattern.match(other.sample) or other.pattern.match(self.sample)
-        return self.owner != other.owner and bool(self.methods & other.methods) and bool(overlaps)
-
-
 def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[Callable[..., Any], Endpoint]:
-    claims = [_Claim("the server", frozenset({"GET"}), re.compile(f"^{path}$"), path) for path in PROBES]
+    claims = [("the server", {"GET"}, path) for path in PROBES]
     owners: dict[Callable[..., Any], Endpoint] = {}
     for name, endpoint in endpoints.items():
-        router = endpoint.routes()
-        for route in router.routes:
-            if not isinstance(route, Route):
-                kind = type(route).__name__
-                raise PluginConflictError(f"endpoint {name!r} opens something other than an HTTP route: {kind}")
-            methods = frozenset(route.methods or ()) - {"HEAD"}
-            claim = _Claim(f"endpoint {name!r}", methods, route.path_regex, re.sub(r"{[^}]*}", "x", route.path))
-            for earlier in claims:
-                if claim.collides(earlier):
+        owner, routes = f"endpoint {name!r}", _routes(name, endpoint)
+        for route in routes:
+            # Starlette takes a route without methods for every method, so it would hide from the check below.
+            if not isinstance(route, Route) or not route.methods:
+                raise PluginConflictError(f"{owner} opens something other than an HTTP route with methods: {route!r}")
+            # Whoever answers GET answers for HEAD too.
+            methods = {"GET" if method == "HEAD" else method for method in route.methods}
+            for other, taken, path in claims:
+                if other != owner and taken & methods and _overlap(_segments(path), _segments(route.path)):
                     raise PluginConflictError(
-                        f"{claim.owner} claims {route.path}, which collides with {earlier.owner}'s {earlier.sample}; "
+                        f"{owner} claims {route.path}, which collides with {other}'s {path}; "
                         "leave one of them out of server.endpoints"
                     )
-            claims.append(claim)
+            claims.append((owner, methods, route.path))
             owners[route.endpoint] = endpoint
-        if endpoint.access == "admin":
-            app.router.routes.extend(AdminRoute(route) for route in router.routes)
-        else:
-            app.include_router(router)
+        # The routes and not their router, which may get others later.
+        app.router.routes.extend(AdminRoute(route) if endpoint.access == "admin" else route for route in routes)
     return owners
+
+
+def _routes(name: str, endpoint: Endpoint) -> list[BaseRoute]:
+    try:
+        router: object = endpoint.routes()
+    except Exception as error:
+        raise PluginLoadError(f"endpoint {name!r}: routes() raised {type(error).__name__}: {error}") from error
+    if not isinstance(router, APIRouter):
+        raise PluginLoadError(f"endpoint {name!r}: routes() gave a {type(router).__name__}; it must be an APIRouter")
+    return list(router.routes)
+
+
+def _segments(path: str) -> list[str]:
+    """``}`` stands for a parameter within one segment; ``{`` stays in one that may reach further, such as a path's."""
+    # A pattern's end matches before a final line break too.
+    return re.sub(r"{\w+(:(str|int|float|uuid))?}", "}", path.rstrip("\n")).split("/")
+
+
+def _overlap(one: list[str], other: list[str]) -> bool:
+    """Whether a path may match both. In doubt it may: what a parameter's type excludes is not looked at."""
+    if not (one and other):
+        return one == other
+    both = one[0] + other[0]
+    same = one[0] == other[0] or ("}" in both and one[0] != "" != other[0])
+    return "{" in both or (same and _overlap(one[1:], other[1:]))

@@ -156,12 +156,10 @@ class AdminRoute(BaseRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         access = scope.get(_ACCESS)
-        answer: ASGIApp
-        if access == "admin":
-            answer = self._route.handle
-        elif access is None:
+        answer: ASGIApp = self._route.handle
+        if access is None:
             answer = _refusal(_no_key("a valid admin key is required"))
-        else:
+        elif access != "admin":
             message = "this route needs an admin key; an API key is not enough"
             answer = _refusal(RequestFailure(403, message, None, "admin_key_required"))
         await answer(scope, receive, send)
@@ -181,9 +179,8 @@ class BodyGuard(_Guard):
     def judge(self, scope: Scope) -> RequestFailure | None:
         size = sum(len(key) + len(value) for key, value in scope["headers"])
         if size > self._config.max_header_bytes:
-            return RequestFailure(
-                431, f"the headers exceed {self._config.max_header_bytes} bytes", None, "headers_too_large"
-            )
+            limit = self._config.max_header_bytes
+            return RequestFailure(431, f"the headers exceed {limit} bytes", None, "headers_too_large")
         if any(value.lower() != b"identity" for value in _headers(scope, b"content-encoding")):
             return RequestFailure(415, "compressed request bodies are not accepted", None, "unsupported_encoding")
         lengths = _headers(scope, b"content-length")
