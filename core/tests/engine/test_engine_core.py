@@ -253,6 +253,60 @@ def test_a_request_the_scheduler_lost_still_ends() -> None:
     assert core.dead_reason is None
 
 
+def test_a_lost_request_ends_while_others_run() -> None:
+    """Within a second of the loop, not only once the engine is idle; the others go on unharmed."""
+    clock = [0.0]
+    core = build(clock=clock)
+    core.add(request("long", max_tokens=40))
+    core.add(request("lost", max_tokens=40))
+    core.step()
+    core.scheduler.finish(["lost"], FinishReason.ABORT)
+    assert ends(outputs_of(core, 3)) == {}
+    clock[0] = 1.0
+    assert ends(outputs_of(core)) == {"lost": [FinishReason.ERROR]}
+    assert core.num_live == 1
+    assert ends(run(core)) == {"long": [FinishReason.LENGTH]}
+    assert core.dead_reason is None
+
+
+def test_looking_for_lost_requests_costs_no_step_anything() -> None:
+    class Counting(FakeScheduler):
+        looks = 0
+
+        def live_request_ids(self) -> Iterable[str]:
+            self.looks += 1
+            return super().live_request_ids()
+
+    clock = [100.0]
+    scheduler = Counting(SchedulerLimits(**LIMITS), num_blocks=64, block_size=4)
+    core = EngineCore(scheduler, build().executor, clock=lambda: clock[0])
+    core.add(request("a", max_tokens=40))
+    scheduler.looks = 0
+    for _ in range(30):
+        core.step()
+    assert scheduler.looks == 1
+
+
+@pytest.mark.parametrize("where", ["add", "schedule", "update", "stats", "hook"])
+def test_a_call_for_the_end_of_the_process_ends_the_engine_and_says_whose(where: str) -> None:
+    def leave(*args: object, **arguments: object) -> Any:
+        raise SystemExit(0)
+
+    core = build()
+    core.add(request("a"))
+    core.step()
+    if where == "hook":
+        core._run_hook = leave
+    else:
+        setattr(core.scheduler, where, leave)
+    core.add(request("b"))
+    assert {name: len(reasons) for name, reasons in ends(run(core)).items()} == {"a": 1, "b": 1}
+    assert core.dead_reason is not None
+    assert core.dead_reason.startswith("SystemExit: 0, called for by ")
+    assert core.dead_reason.endswith("<locals>.leave")
+    assert "test_engine_core" in core.dead_reason
+
+
 def test_unbalanced_books_end_the_engine() -> None:
     core = build()
     core.add(request("a"))

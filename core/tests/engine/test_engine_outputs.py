@@ -324,6 +324,21 @@ def test_a_failing_logger_is_left_out_and_reported() -> None:
     assert fine.calls == 1
 
 
+def test_a_logger_that_calls_for_the_end_of_the_process_is_left_out_like_any_other() -> None:
+    class Leaving(_Failing):
+        def flush(self) -> None:
+            self.calls += 1
+            raise SystemExit(3)
+
+    told: list[Exception] = []
+    leaving, fine = Leaving(), _Failing()
+    fanout = StatFanout({"bad": leaving, "fine": fine}, lambda name, error: told.append(error))
+    fanout.flush()
+    fanout.flush()
+    assert [str(error) for error in told] == ["SystemExit: 3"]
+    assert (leaving.calls, fine.calls) == (1, 2)
+
+
 async def test_loggers_are_flushed_at_their_own_interval() -> None:
     import asyncio
 

@@ -118,6 +118,20 @@ def test_a_dead_input_thread_is_fatal_and_told(make_rig: Callable[..., Rig]) -> 
     assert rig.exit_code() == 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no stats"), SystemExit(0)])
+def test_statistics_that_fail_are_fatal_and_told(make_rig: Callable[..., Rig], error: BaseException) -> None:
+    """They are asked for between steps too; every request still ends."""
+
+    def stats() -> Any:
+        raise error
+
+    rig = make_rig()
+    rig.core.scheduler.stats = stats  # type: ignore[method-assign]
+    rig.send(wire.Add([request("a")]))
+    assert f"{type(error).__name__}: {error}" in rig.receive(wire.Dead).reason
+    assert rig.exit_code() == 1
+
+
 def test_an_output_that_cannot_be_sent_is_fatal_and_told(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

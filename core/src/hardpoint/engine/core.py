@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ _logger = logging.getLogger("hardpoint.engine")
 
 ERROR_CODE = "error_code"
 """Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded``, ``not_ready``, ``dead``."""
+
+_CHECK_S = 1.0
+"""How often a busy engine looks for requests that its scheduler lost; an idle one looks at once."""
 
 UTILITIES = ("reset_prefix_cache", "set_pause", "stats", "check_health", "load_reports")
 
@@ -61,6 +65,7 @@ class EngineCore:
         self._told: SchedulerStats | None = None
         self._lost_worker: str | None = None
         self._needs_check = False
+        self._next_check = 0.0
         executor.on_failure(self._worker_died)
 
     @property
@@ -97,8 +102,8 @@ class EngineCore:
         except (OverloadedError, InvalidRequestError) as error:
             self._refuse(name, str(error), "overloaded" if isinstance(error, OverloadedError) else "invalid")
             return
-        except Exception as error:
-            self._fail(error)
+        except (Exception, SystemExit) as error:
+            self.fail(error)
             return
         self._needs_check = True
         if request.deadline is not None:
@@ -128,7 +133,7 @@ class EngineCore:
         :attr:`made_progress` tells afterwards whether anything moved; if not, there is no use in calling at once again.
         """
         if self._lost_worker is not None:
-            self._fail(EngineDeadError(self._lost_worker))
+            self.fail(EngineDeadError(self._lost_worker))
         steps = self.num_steps
         if self.dead_reason is None:
             self._guard(self._advance)
@@ -137,9 +142,9 @@ class EngineCore:
 
     def take_frames(self) -> dict[int, EngineOutputs]:
         """What is ready for each client, without computing anything."""
-        outbox, self._outbox = self._outbox, {}
-        if outbox:
+        if self._outbox:
             self._told = self.scheduler.stats() if self.dead_reason is None else None
+        outbox, self._outbox = self._outbox, {}
         return {client: EngineOutputs(outputs, self._told, self._clock()) for client, outputs in outbox.items()}
 
     def untold_stats(self) -> EngineOutputs | None:
@@ -181,11 +186,11 @@ class EngineCore:
                 self._hook("step_finished", stats=self.scheduler.stats())
         elif self._needs_check:
             self._needs_check = False
-            self._check_idle()
+            self.scheduler.check_integrity()
+            self._end_lost()
 
-    def _check_idle(self) -> None:
-        """Nothing runs, so the books must balance: whoever is still live must be known to the scheduler."""
-        self.scheduler.check_integrity()
+    def _end_lost(self) -> None:
+        """Between steps, whoever is live here must be live in the scheduler too, or would never hear anything."""
         lost = self._clients.keys() - set(self.scheduler.live_request_ids())
         if lost:
             _logger.error("the scheduler lost %d requests: %s", len(lost), ", ".join(sorted(lost)[:8]))
@@ -193,6 +198,9 @@ class EngineCore:
 
     def _expire(self) -> None:
         now = self._clock()
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_S
+            self._end_lost()
         while self._deadlines and self._deadlines[0][0] <= now:
             self.abort([heapq.heappop(self._deadlines)[1]], error="the request's time limit has passed")
 
@@ -224,16 +232,22 @@ class EngineCore:
         """Whatever a scheduler, executor or strict hook raises leaves unknown state behind: the engine ends."""
         try:
             action()
-        except Exception as error:
-            self._fail(error)
+        except (Exception, SystemExit) as error:
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        self._lost_worker = None
+    def fail(self, error: BaseException) -> str:
+        """End the engine and every live request because of ``error``; why it is dead, also from an earlier call."""
+        reason, self._lost_worker = f"{type(error).__name__}: {error}", None
+        if isinstance(error, SystemExit):
+            # It carries a number at best; where it was raised says whose it is.
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            reason += f", called for by {frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+        _logger.error("the engine failed: %s", reason, exc_info=error)
         if self.dead_reason is None:
-            self.dead_reason = f"{type(error).__name__}: {error}"
+            self.dead_reason = reason
             for name in tuple(self._clients):
                 self._refuse(name, "the engine failed during this request", "dead")
-        _logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
+        return self.dead_reason
 
     def _worker_died(self, reason: str) -> None:
         self._lost_worker = reason

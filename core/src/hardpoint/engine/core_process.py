@@ -68,7 +68,7 @@ def main(payload: bytes) -> int:
         signal.signal(signal.SIGTERM, server.on_sigterm)
     except _Terminated:
         return 0
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The launcher ends this process as soon as it has read the report; that must not interrupt the reporting.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         known = isinstance(error, HardpointError)
@@ -161,9 +161,8 @@ class EngineServer:
         """Until shut down or dead; returns the exit code."""
         try:
             fatal = self._loop()
-        except Exception as error:
-            _logger.exception("the engine's loop failed")
-            fatal = f"{type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            fatal = self._core.fail(error)
         self._core.begin_drain()
         self._core.abort_all()
         self._send_frames(self._core.take_frames())
@@ -238,6 +237,6 @@ class EngineServer:
         try:
             result: Any = self._core.utility(message.method, message.args)
             encode(result)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return wire.UtilityResult(message.call_id, error=f"{type(error).__name__}: {error}")
         return wire.UtilityResult(message.call_id, result)

@@ -62,16 +62,14 @@ class LLM:
         llm._assemble(core, frontend, max_unfinished, lambda: None)
         return llm
 
-    def _assemble(
-        self, core: EngineCore, frontend: Frontend, max_unfinished: int | None, on_stop: Callable[[], None]
-    ) -> None:
+    def _assemble(self, core: EngineCore, frontend: Frontend, limit: int | None, on_stop: Callable[[], None]) -> None:
         self.core = core
         self.tokenizer: Tokenizer = frontend.tokenizer
         self.limits: ModelLimits = frontend.limits
         self.render_chat = frontend.render_chat
         self._inputs = frontend.inputs
         self._io_processor = frontend.io_processor
-        self._max_unfinished = max_unfinished
+        self._max_unfinished = limit
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
         self._on_stop: Callable[[], None] | None = on_stop
 

@@ -136,10 +136,8 @@ class RequestState:
         self.last_token: float | None = None
         self.ended: float | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] = []
-        self.sequences = [
-            SequenceState(self, index, _detokenizer(processed, tokenizer), texts)
-            for index in range(len(processed.requests))
-        ]
+        indexes = range(len(processed.requests))
+        self.sequences = [SequenceState(self, i, _detokenizer(processed, tokenizer), texts) for i in indexes]
 
     @property
     def finished(self) -> bool:

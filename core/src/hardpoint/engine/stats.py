@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 
 from hardpoint.engine.output_processor import StatEvent
 from hardpoint.errors import PluginError
-from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved
+from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved, TokensEmitted
 
+_METHODS = {StepObserved: "on_step", RequestFinished: "on_finished", TokensEmitted: "on_tokens"}
 _logger = logging.getLogger("hardpoint.engine")
 
 
@@ -28,12 +29,7 @@ class StatFanout:
 
     def observe(self, event: StatEvent) -> None:
         for name, logger in list(self.loggers.items()):
-            if isinstance(event, StepObserved):
-                self._guard(name, logger.on_step, event)
-            elif isinstance(event, RequestFinished):
-                self._guard(name, logger.on_finished, event)
-            else:
-                self._guard(name, logger.on_tokens, event)
+            self._guard(name, getattr(logger, _METHODS[type(event)]), event)
 
     def flush(self) -> None:
         for name, logger in list(self.loggers.items()):
@@ -51,9 +47,10 @@ class StatFanout:
     def _guard(self, name: str, method: Callable[..., None], *args: StatEvent) -> None:
         try:
             method(*args)
-        except Exception as error:
+        except (Exception, SystemExit) as raised:
+            error = raised if isinstance(raised, Exception) else PluginError(f"SystemExit: {raised}")
             self.loggers.pop(name, None)
-            _logger.warning("stat logger %r failed and is left out: %s: %s", name, type(error).__name__, error)
+            _logger.warning("stat logger %r failed and is left out: %s: %s", name, type(raised).__name__, raised)
             if self._quarantine is not None:
                 with contextlib.suppress(PluginError):
                     self._quarantine(name, error)

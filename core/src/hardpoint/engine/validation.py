@@ -142,11 +142,9 @@ def _check_prompt_len(num_tokens: int, limits: ModelLimits) -> None:
 def validate_options(options: RequestOptions) -> None:
     if not isinstance(options, RequestOptions):
         raise _refuse(f"options must be RequestOptions, not {type(options).__name__}", "options", "invalid_type")
-    if not _is_int(options.priority) or abs(options.priority) > MAX_PRIORITY:
-        raise _refuse(
-            f"priority is {_shown(options.priority)}; it must be an integer of at most ±{MAX_PRIORITY}", "priority"
-        )
-    timeout = options.timeout_s
+    priority, timeout = options.priority, options.timeout_s
+    if not _is_int(priority) or abs(priority) > MAX_PRIORITY:
+        raise _refuse(f"priority is {_shown(priority)}; it must be an integer of at most ±{MAX_PRIORITY}", "priority")
     is_number = _is_int(timeout) or isinstance(timeout, float)
     if timeout is not None and not (is_number and 0 < timeout <= MAX_TIMEOUT_S):
         raise _refuse(f"timeout_s is {_shown(timeout)}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")

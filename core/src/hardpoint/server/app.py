@@ -78,11 +78,10 @@ def create_app(
     ``PluginLoadError`` for one of unknown access or without a router, ``ConfigError`` for an admin endpoint without
     any admin key.
     """
-    _check_access(endpoints, admin_keys)
     # Without a schema there are no pages that show it either; a redirect would be built from the Host header.
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     _add_probes(app, engines)
-    install_handlers(app, _mount(app, endpoints))
+    install_handlers(app, _mount(app, endpoints, bool(admin_keys)))
     return RequestId(HostGuard(KeyGuard(BodyGuard(app, config), keys, admin_keys), config))
 
 
@@ -94,17 +93,6 @@ async def started(endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
             await endpoint.start()
             stack.push_async_callback(endpoint.stop)
         yield
-
-
-def _check_access(endpoints: Mapping[str, Endpoint], admin_keys: Sequence[str]) -> None:
-    for name, endpoint in endpoints.items():
-        if endpoint.access not in ("api", "admin"):
-            raise PluginLoadError(f"endpoint {name!r} has access {endpoint.access!r}; it must be 'api' or 'admin'")
-        if endpoint.access == "admin" and not admin_keys:
-            raise ConfigError(
-                f"endpoint {name!r} has admin routes, but no admin key is set: give one with --admin-key-file, "
-                "HARDPOINT_ADMIN_KEY or --admin-key, or take the endpoint out of server.endpoints"
-            )
 
 
 def _add_probes(app: FastAPI, engines: Engines) -> None:
@@ -122,11 +110,11 @@ def _probe(good: bool) -> JSONResponse:
     return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
 
 
-def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[Callable[..., Any], Endpoint]:
+def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint], has_admin_key: bool) -> dict[Callable[..., Any], Endpoint]:
     claims = [("the server", {"GET"}, path) for path in PROBES]
     owners: dict[Callable[..., Any], Endpoint] = {}
     for name, endpoint in endpoints.items():
-        owner, routes = f"endpoint {name!r}", _routes(name, endpoint)
+        owner, routes = f"endpoint {name!r}", _routes(name, endpoint, has_admin_key)
         for route in routes:
             # Starlette takes a route without methods for every method, so it would hide from the check below.
             if not isinstance(route, Route) or not route.methods:
@@ -146,7 +134,14 @@ def _mount(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[Callable[...
     return owners
 
 
-def _routes(name: str, endpoint: Endpoint) -> list[BaseRoute]:
+def _routes(name: str, endpoint: Endpoint, has_admin_key: bool) -> list[BaseRoute]:
+    if endpoint.access not in ("api", "admin"):
+        raise PluginLoadError(f"endpoint {name!r} has access {endpoint.access!r}; it must be 'api' or 'admin'")
+    if endpoint.access == "admin" and not has_admin_key:
+        raise ConfigError(
+            f"endpoint {name!r} has admin routes, but no admin key is set: give one with --admin-key-file, "
+            "HARDPOINT_ADMIN_KEY or --admin-key, or take the endpoint out of server.endpoints"
+        )
     try:
         router: object = endpoint.routes()
     except Exception as error:
