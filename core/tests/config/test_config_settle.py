@@ -123,16 +123,50 @@ def test_of_a_hook_that_raises_no_edit_is_kept(editors: Any, caplog: pytest.LogC
         (("plugin_policy", "strict"), True),
         (("plugins", "hooks"), {"two": {"code": "x"}}),
         (("server", "endpoints"), ["admin"]),
+        (("server", "endpoints"), []),
+        (("server", "host"), "0.0.0.0"),
+        (("server", "allow_anonymous"), True),
+        (("server", "allowed_hosts"), ["*"]),
+        (("server", "api_key"), ["mine"]),
+        (("server", "api_key_file"), "/tmp/mine"),
+        (("server", "admin_key"), ["mine"]),
+        (("server", "admin_key_file"), "/tmp/mine"),
     ],
 )
-def test_hooks_cannot_say_which_plugins_may_act(editors: Any, path: tuple[str, str], value: Any) -> None:
+def test_hooks_cannot_say_which_plugins_may_act_nor_who_may_ask(
+    editors: Any, path: tuple[str, str], value: Any
+) -> None:
     """Installing a package must not widen what it or others may do."""
     editors.EDITS["two"] = lambda config: config.setdefault(path[0], {}).update({path[1]: value})
-    changed = "plugin_policy" if path[0] == "plugin_policy" else ".".join(path)
+    changed = ".".join(path)
     with pytest.raises(ConfigError, match=rf"hooks plugin two \(acme-editors\) changed {changed}, .*operator alone"):
         settle(document())
     editors.EDITS["two"] = lambda config: config.setdefault(path[0], {})
     settle(document())
+
+
+def test_an_empty_list_is_not_the_same_as_none(editors: Any) -> None:
+    """No endpoint at all was asked for; without the setting, those of the default would open."""
+    editors.EDITS["two"] = lambda config: config["server"].pop("endpoints")
+    with pytest.raises(ConfigError, match=r"two \(acme-editors\) changed server\.endpoints, .*operator alone"):
+        settle(document(server={"endpoints": []}))
+
+
+@pytest.mark.parametrize("edit", [lambda config: config["server"].update(max_n=3), lambda config: config.pop("server")])
+def test_keys_are_not_shown_to_hooks_and_are_kept(editors: Any, edit: Any) -> None:
+    given = document(server={"api_key": ["s3cret"], "admin_key": ("adm1n",)})
+    shown: list[str] = []
+
+    def look(config: dict[str, Any]) -> None:
+        shown.append(repr(config))
+        edit(config)
+
+    editors.EDITS["one"] = look
+    config = settle(given)
+    assert (config.server.api_key, config.server.admin_key) == (("s3cret",), ("adm1n",))
+    assert "s3cret" not in shown[0]
+    assert "adm1n" not in shown[0]
+    assert given["server"] == {"api_key": ["s3cret"], "admin_key": ("adm1n",)}
 
 
 def test_options_of_other_plugins_may_be_edited(editors: Any) -> None:

@@ -20,8 +20,11 @@ from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection, parse_pins
 from hardpoint.roles import ProcessRole
 
-_OPERATORS_OWN = ("plugin_policy", "plugins.hooks", "server.endpoints")
-"""What decides which plugins may act: hooks act under it already, and installing a package must not widen it."""
+_KEYS = ("api_key", "admin_key")
+_ADMISSION = ("endpoints", "host", "allow_anonymous", "allowed_hosts", *_KEYS, "api_key_file", "admin_key_file")
+_POLICY = tuple(f"plugin_policy.{name}" for name in PluginPolicy.model_fields)
+_OPERATORS_OWN = (*_POLICY, "plugins.hooks", *(f"server.{name}" for name in _ADMISSION))
+"""Which plugins may act and who may ask the server: installing a package must widen neither."""
 
 
 def settle(document: dict[str, Any]) -> AppConfig:
@@ -30,6 +33,7 @@ def settle(document: dict[str, Any]) -> AppConfig:
     Raises ``ConfigError`` naming each faulty setting and the plugins that edited any; and the plugin errors.
     """
     runner, editors = _boot_hooks(document), []
+    document, keys = _without_keys(document)
     for plugin in runner.implementations("configure"):
         draft = deepcopy(document)
         if runner.call("configure", only=plugin, config=draft) and draft != document:
@@ -37,6 +41,8 @@ def settle(document: dict[str, Any]) -> AppConfig:
             _refuse_permissions(editors[-1], document, draft)
             document = draft
             logging.getLogger("hardpoint.config").info("the configure hook of %s edited the settings", editors[-1])
+    if keys and isinstance(document.setdefault("server", {}), dict):
+        document["server"].update(keys)
     try:
         return AppConfig.model_validate(document)
     except ValidationError as error:
@@ -47,7 +53,7 @@ def settle(document: dict[str, Any]) -> AppConfig:
 def _boot_hooks(document: dict[str, Any]) -> HookRunner:
     try:
         policy = PluginPolicy.model_validate(document.get("plugin_policy", {}))
-        options = msgspec.convert(_at(document, "plugins.hooks") or {}, dict[str, dict[str, Any]])
+        options = msgspec.convert(next(iter(_at(document, "plugins.hooks")), None) or {}, dict[str, dict[str, Any]])
     except (ValidationError, msgspec.ValidationError):
         return HookRunner()  # The validation of the whole tells what is wrong.
     installed, own = discover(), {"allow": policy.allow, "pins": parse_pins(policy.pins), "strict": policy.strict}
@@ -60,12 +66,24 @@ def _boot_hooks(document: dict[str, Any]) -> HookRunner:
 
 def _refuse_permissions(plugin: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for path in _OPERATORS_OWN:
-        if (_at(before, path) or None) != (_at(after, path) or None):
+        if _at(before, path) != _at(after, path):
             advice = "set it in the file, on the command line or in the environment, or take the plugin out"
             raise ConfigError(f"hooks plugin {plugin} changed {path}, which is for the operator alone to say: {advice}")
 
 
-def _at(document: Any, path: str) -> Any:
+def _without_keys(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy for plugins' eyes, and the keys that it lacks."""
+    document, server = deepcopy(document), document.get("server")
+    keys = {name: server[name] for name in _KEYS if name in server} if isinstance(server, dict) else {}
+    for name in keys:
+        del document["server"][name]
+    return document, keys
+
+
+def _at(document: Any, path: str) -> tuple[Any, ...]:
+    """The value at ``path``; empty where there is none, which is not the same as an empty value."""
     for part in path.split("."):
-        document = document.get(part) if isinstance(document, dict) else None
-    return document
+        if not isinstance(document, dict) or part not in document:
+            return ()
+        document = document[part]
+    return (document,)

@@ -51,8 +51,11 @@ class HookSpecs:
 
         ``config`` is a nested dict as in a configuration file, with ``engines`` by served name, ``server``, ``plugins``
         and so on; it holds what command line, environment and file set, not the defaults, and was not validated yet.
-        Of a hook that raises no edit is kept. Nothing may be changed under ``plugin_policy``, ``plugins.hooks`` and
-        ``server.endpoints``: those say which plugins may act, and only the operator does.
+        Of a hook that raises no edit is kept. The keys that were set are not in it.
+
+        Which plugins may act and who may ask the server is for the operator alone to say, so nothing may be changed
+        under ``plugin_policy`` and ``plugins.hooks``, nor ``endpoints``, ``host``, ``allow_anonymous``,
+        ``allowed_hosts``, ``api_key``, ``api_key_file``, ``admin_key`` and ``admin_key_file`` of ``server``.
         """
 
     @hookspec

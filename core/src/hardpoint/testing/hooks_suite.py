@@ -78,7 +78,7 @@ def _configs() -> list[dict[str, Any]]:
     """Settings as they were given: hardly any, and one in each section."""
     whole = {
         "engines": {"m": {"model": {"name": "m", "dtype": "auto"}, "cache": {"block_size": 16}, "scheduler": {}}},
-        "server": {"port": 8000, "endpoints": ["openai"], "api_key": ["k"]},
+        "server": {"port": 8000, "endpoints": ["openai"]},
         "plugins": {"hash": {"sha256": {}}},
         "plugin_policy": {"strict": True},
         "log_level": "INFO",
