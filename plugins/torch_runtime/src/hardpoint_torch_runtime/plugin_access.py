@@ -10,7 +10,7 @@ import torch
 from hardpoint.interfaces.plugin import PluginAccess, PluginContext
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 
-__all__ = ["create_in_worker", "extend_context"]
+__all__ = ["create_in_worker", "extend_context", "label_of"]
 
 ContextT = TypeVar("ContextT", bound=PluginContext)
 
@@ -28,3 +28,8 @@ def create_in_worker(
     return plugins.create(
         kind, name, extend_context(WorkerContext, plugins.context(kind, name), config=config, device=device)
     )
+
+
+def label_of(plugins: PluginAccess, kind: str, name: str) -> str:
+    """How messages name the plugin and where it comes from."""
+    return f"{kind}:{name} ({plugins.context(kind, name).distribution or 'unknown distribution'})"

@@ -22,7 +22,8 @@ from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops
 from hardpoint_torch_runtime.ops.registry import OPERATORS
-from hardpoint_torch_runtime.plugin_access import create_in_worker
+from hardpoint_torch_runtime.plugin_access import create_in_worker, label_of
+from hardpoint_torch_runtime.plugin_faults import NamedLogitsProcessor, named_kernel
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import BatchState
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
@@ -245,7 +246,7 @@ class TorchWorker(Worker):
             override: KernelOverride = create_in_worker(
                 self._plugins, "kernel_override", name, self.config, self.device
             )
-            return override
+            return named_kernel(override, label_of(self._plugins, "kernel_override", name))
 
         case = KernelCase("", self.device.type, self.config.dtype, self.config.batch_invariant)
         return select_kernels(
@@ -258,8 +259,12 @@ class TorchWorker(Worker):
         )
 
     def _logits_processors(self) -> list[LogitsProcessor]:
+        kind = "logits_processor"
         return [
-            create_in_worker(self._plugins, "logits_processor", name, self.config, self.device)
+            NamedLogitsProcessor(
+                create_in_worker(self._plugins, kind, name, self.config, self.device),
+                label_of(self._plugins, kind, name),
+            )
             for name in self.options.logits_processors
         ]
 

@@ -128,7 +128,7 @@ class Sampler:
         rows = processor.apply(rows, slots)
         if bool((rows.gather(1, best) < rows.amax(dim=-1, keepdim=True)).any()):
             raise RuntimeError(
-                f"logits processor {type(processor).__name__} declares argmax_invariant, but another token became the "
+                f"logits processor {processor} declares argmax_invariant, but another token became the "
                 "most probable one; declare argmax_invariant = False"
             )
         return rows
