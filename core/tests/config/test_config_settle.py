@@ -138,11 +138,11 @@ def test_hooks_cannot_say_which_plugins_may_act_nor_who_may_ask(
 ) -> None:
     """Installing a package must not widen what it or others may do."""
     editors.EDITS["two"] = lambda config: config.setdefault(path[0], {}).update({path[1]: value})
-    changed = ".".join(path)
+    changed = "plugin_policy" if path[0] == "plugin_policy" else ".".join(path)
     with pytest.raises(ConfigError, match=rf"hooks plugin two \(acme-editors\) changed {changed}, .*operator alone"):
-        settle(document())
+        settle(document(plugin_policy={}))
     editors.EDITS["two"] = lambda config: config.setdefault(path[0], {})
-    settle(document())
+    settle(document(plugin_policy={}))
 
 
 def test_an_empty_list_is_not_the_same_as_none(editors: Any) -> None:

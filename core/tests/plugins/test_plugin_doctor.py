@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import hardpoint.config.arguments  # noqa: F401  # what the commands import is there before a test narrows the search path
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.cli import run_plugins
 from hardpoint.plugins.doctor import DoctorReport, diagnose
@@ -70,6 +71,18 @@ def test_without_probing_nothing_is_imported(site: Site) -> None:
 def test_a_broken_platform_is_a_problem(site: Site) -> None:
     complete(site, "BROKEN")
     assert "platform the_platform is broken" in examine(site).problems[0]
+
+
+@pytest.mark.parametrize("fault", ["raise SystemExit(0)", "return None", "return ProbeResult('absent', 'x')"])
+def test_a_probe_that_does_not_answer_is_a_problem(site: Site, fault: str) -> None:
+    source = f"""
+from hardpoint.interfaces.plugin import ProbeResult, plugin
+def probe(): {fault}
+@plugin("platform", probe=probe)
+def create(ctx, options): ...
+"""
+    site.install("acme-odd", {"platform:odd": "acme_odd:create"}, modules={"acme_odd": source})
+    assert any("platform odd is broken" in text for text in examine(site).problems)
 
 
 def test_refusals_doubles_and_denials_are_explained(site: Site) -> None:

@@ -115,6 +115,14 @@ def bad_wrapper() -> object:
     return Plugin()
 
 
+def bad_async() -> object:
+    class Plugin:
+        @hookimpl
+        async def process_started(self) -> None: ...
+
+    return Plugin()
+
+
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
@@ -122,6 +130,7 @@ def bad_wrapper() -> object:
         (bad_argument, r"'p', request_added\(self, reqest.*unknown arguments reqest; allowed: .*request"),
         (bad_unmarked, "'p', step_finished: it is named like a hook but lacks @hookimpl"),
         (bad_wrapper, r"'p', step_finished\(self, stats.*wrappers are not supported"),
+        (bad_async, r"'p', process_started\(self\).*nor async methods"),
     ],
 )
 def test_a_faulty_implementation_is_refused_at_registration(make: Any, fault: str) -> None:
@@ -130,6 +139,25 @@ def test_a_faulty_implementation_is_refused_at_registration(make: Any, fault: st
     with pytest.raises(PluginLoadError, match=fault):
         runner.register("p", make())
     assert runner.plugins() == {}
+
+
+def test_an_exit_in_a_hook_is_a_failure_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Exiting:
+        @hookimpl
+        def request_added(self) -> None:
+            raise SystemExit(0)
+
+    log: list[Any] = []
+    runner = HookRunner()
+    runner.register("exiting", Exiting())
+    runner.register("r", Recorder(log))
+    assert not runner.call("request_added", request=1)
+    assert (list(runner.plugins()), log) == (["r"], [("r", 1)])
+    assert "hook request_added of 'exiting' raised SystemExit: 0" in caplog.text
+    strict = HookRunner(strict=True)
+    strict.register("exiting", Exiting())
+    with pytest.raises(PluginLoadError, match="'exiting' raised SystemExit: 0"):
+        strict.call("request_added", request=1)
 
 
 def test_lenient_failures_quarantine_the_plugin_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

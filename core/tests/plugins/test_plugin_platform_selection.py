@@ -70,12 +70,18 @@ def test_broken_hardware_never_becomes_the_fallback(site: Site) -> None:
     [
         ("raise OSError('driver fault')", "its probe raised OSError: driver fault"),
         ("import hardpoint_absent_module", "No module named"),
+        ("raise SystemExit(0)", "its probe raised SystemExit: 0"),
+        ("return None", "raised TypeError: it answered None, not a ProbeResult"),
+        ("return 'available'", "raised TypeError: it answered 'available', not a ProbeResult"),
+        ("return ProbeResult('available', 'yes')", "status='available'.*not a ProbeResult with a ProbeStatus"),
+        ("return ProbeResult(ProbeStatus.AVAILABLE, 'yes', details=5)", "raised TypeError: 'int' object"),
     ],
 )
 def test_a_raising_probe_is_broken(site: Site, source: str, reason: str) -> None:
     """L12.1."""
     install(site, "gpu", "", probe=source)
-    with pytest.raises(PluginLoadError, match=reason):
+    install(site, "host", "AVAILABLE", fallback=True)
+    with pytest.raises(PluginLoadError, match=f"platform gpu is broken .*{reason}"):
         select(site)
 
 

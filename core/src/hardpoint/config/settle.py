@@ -22,8 +22,7 @@ from hardpoint.roles import ProcessRole
 
 _KEYS = ("api_key", "admin_key")
 _ADMISSION = ("endpoints", "host", "allow_anonymous", "allowed_hosts", *_KEYS, "api_key_file", "admin_key_file")
-_POLICY = tuple(f"plugin_policy.{name}" for name in PluginPolicy.model_fields)
-_OPERATORS_OWN = (*_POLICY, "plugins.hooks", *(f"server.{name}" for name in _ADMISSION))
+_OPERATORS_OWN = ("plugin_policy", "plugins.hooks", *(f"server.{name}" for name in _ADMISSION))
 """Which plugins may act and who may ask the server: installing a package must widen neither."""
 
 
@@ -33,7 +32,9 @@ def settle(document: dict[str, Any]) -> AppConfig:
     Raises ``ConfigError`` naming each faulty setting and the plugins that edited any; and the plugin errors.
     """
     runner, editors = _boot_hooks(document), []
-    document, keys = _without_keys(document)
+    document = deepcopy(document)
+    server = _at(document, "server")
+    keys = {name: server.pop(name) for name in _KEYS if name in server} if isinstance(server, dict) else {}
     for plugin in runner.implementations("configure"):
         draft = deepcopy(document)
         if runner.call("configure", only=plugin, config=draft) and draft != document:
@@ -53,7 +54,7 @@ def settle(document: dict[str, Any]) -> AppConfig:
 def _boot_hooks(document: dict[str, Any]) -> HookRunner:
     try:
         policy = PluginPolicy.model_validate(document.get("plugin_policy", {}))
-        options = msgspec.convert(next(iter(_at(document, "plugins.hooks")), None) or {}, dict[str, dict[str, Any]])
+        options = msgspec.convert(_at(document, "plugins.hooks") or {}, dict[str, dict[str, Any]])
     except (ValidationError, msgspec.ValidationError):
         return HookRunner()  # The validation of the whole tells what is wrong.
     installed, own = discover(), {"allow": policy.allow, "pins": parse_pins(policy.pins), "strict": policy.strict}
@@ -66,24 +67,12 @@ def _boot_hooks(document: dict[str, Any]) -> HookRunner:
 
 def _refuse_permissions(plugin: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for path in _OPERATORS_OWN:
-        if _at(before, path) != _at(after, path):
+        if _at(before, path, ...) != _at(after, path, ...):
             advice = "set it in the file, on the command line or in the environment, or take the plugin out"
             raise ConfigError(f"hooks plugin {plugin} changed {path}, which is for the operator alone to say: {advice}")
 
 
-def _without_keys(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy for plugins' eyes, and the keys that it lacks."""
-    document, server = deepcopy(document), document.get("server")
-    keys = {name: server[name] for name in _KEYS if name in server} if isinstance(server, dict) else {}
-    for name in keys:
-        del document["server"][name]
-    return document, keys
-
-
-def _at(document: Any, path: str) -> tuple[Any, ...]:
-    """The value at ``path``; empty where there is none, which is not the same as an empty value."""
+def _at(document: Any, path: str, missing: Any = None) -> Any:
     for part in path.split("."):
-        if not isinstance(document, dict) or part not in document:
-            return ()
-        document = document[part]
-    return (document,)
+        document = document.get(part, missing) if isinstance(document, dict) else missing
+    return document

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("hardpoint.plugins")
 _Implementation = tuple[str, Callable[..., object], tuple[str, ...]]
-FailurePolicy = Callable[[str, Exception], None]
+FailurePolicy = Callable[[str, PluginError], None]
 _of_process: dict[tuple[int, bool, bytes], tuple[HookRunner, PluginRuntime]] = {}
 """By process id, so that a forked child makes its own, each with the runtime that made it. Only tests take one out."""
 
@@ -121,7 +121,7 @@ class HookRunner:
             try:
                 if only in (None, plugin):
                     function(*[arguments[name] for name in names])
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._failed(plugin, hook, error)
                 succeeded = False
         return succeeded
@@ -137,7 +137,7 @@ class HookRunner:
             self._calls[hook] = cached
         return cached
 
-    def _failed(self, plugin: str, hook: str, error: Exception) -> None:
+    def _failed(self, plugin: str, hook: str, error: BaseException) -> None:
         located = PluginError(f"hook {hook} of {plugin!r} raised {type(error).__name__}: {error}")
         located.__cause__ = error
         if self._on_failure is not None:
@@ -161,8 +161,8 @@ def _fault(method: object, name: str) -> str:
     if specification is None:
         known = ", ".join(hook for hook in vars(HookSpecs) if not hook.startswith("_"))
         return f"{signature}: there is no such hook; known hooks: {known}"
-    if marks["wrapper"] or marks["hookwrapper"]:
-        return f"{signature}: wrappers are not supported; only plain implementations are"
+    if marks["wrapper"] or marks["hookwrapper"] or inspect.iscoroutinefunction(method):
+        return f"{signature}: wrappers are not supported, nor async methods; only plain implementations are"
     allowed = inspect.signature(specification).parameters
     unknown = [parameter for parameter in signature.parameters if parameter not in allowed]
     return f"{signature}: unknown arguments {', '.join(unknown)}; allowed: {', '.join(allowed)}" if unknown else ""

@@ -61,12 +61,19 @@ def probe_platform(runtime: PluginRuntime, name: str) -> PlatformProbe:
         if declaration.probe is None:
             result = ProbeResult(ProbeStatus.BROKEN, "it declares no probe; pass probe= to @plugin")
         else:
-            result = declaration.probe()
+            result = checked(declaration.probe())
     except HardpointError as error:
         result = ProbeResult(ProbeStatus.BROKEN, str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         result = ProbeResult(ProbeStatus.BROKEN, f"its probe raised {type(error).__name__}: {error}")
     return PlatformProbe(name, result, fallback)
+
+
+def checked(answer: object) -> ProbeResult:
+    """A probe's answer, if it is one; raises ``TypeError`` otherwise: nothing else may pass for a status."""
+    if not isinstance(answer, ProbeResult) or not isinstance(answer.status, ProbeStatus):
+        raise TypeError(f"it answered {answer!r:.200}, not a ProbeResult with a ProbeStatus")
+    return ProbeResult(answer.status, str(answer.reason), dict(answer.details))
 
 
 def judge(probes: list[PlatformProbe], requested: str | None = None, unlisted: tuple[str, ...] = ()) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import time
@@ -184,8 +185,8 @@ class PluginRuntime:
         planned, factory, declaration = self.load_factory(kind, name)
         try:
             instance = factory(context, validate_options(kind, name, declaration.options, planned.options))
-            if instance is None:
-                raise TypeError("the factory returned None instead of an instance")
+            if instance is None or inspect.iscoroutine(instance):
+                raise TypeError(f"the factory returned {instance!r} instead of an instance")
         except HardpointError as error:
             self._note(planned, PluginState.FAILED, str(error))
             raise
@@ -302,8 +303,8 @@ def _status(planned: PlannedPlugin, state: PluginState, reason: str, seconds: fl
 def _import_factory(planned: PlannedPlugin) -> PluginFactoryRecord:
     module, _, attribute = planned.entry_point.partition(":")
     factory = attrgetter(attribute)(importlib.import_module(module))
-    if not callable(factory):
-        raise TypeError(f"{planned.entry_point} is a {type(factory).__name__}, not a factory")
+    if not callable(factory) or inspect.iscoroutinefunction(factory):
+        raise TypeError(f"{planned.entry_point} is a {type(factory).__name__}, not a plain (not async) factory")
     declaration: PluginDeclaration = declaration_of(factory) or PluginDeclaration(planned.kind)
     if declaration.kind != planned.kind:
         raise TypeError(

@@ -20,6 +20,7 @@ from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.plugins.doctor import ProbeReport
 from hardpoint.plugins.manifest import Manifest, load_manifest
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
+from hardpoint.plugins.platform_selection import checked
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.process import describe_exit, spawn
 from hardpoint.roles import ProcessRole
@@ -143,13 +144,13 @@ def _describe_hooks(factory: Any) -> str:
 
 def _probe(runtime: PluginRuntime, planned: PlannedPlugin, declaration: PluginDeclaration) -> ProbeResult:
     if declaration.probe is not None:
-        return declaration.probe()
+        return checked(declaration.probe())
     if planned.kind != "custom_op":
         # Only platforms must have one; a worker tries any other plugin that is named.
         return ProbeResult(ProbeStatus.AVAILABLE, "imports; it declares no probe")
     context = runtime.context(planned.kind, planned.name, WorkerContext)
     operators = runtime.create(planned.kind, planned.name, context).operators
-    answers = [(operator.name, operator.probe()) for operator in operators if operator.probe is not None]
+    answers = [(operator.name, checked(operator.probe())) for operator in operators if operator.probe is not None]
     for status in (ProbeStatus.BROKEN, ProbeStatus.ABSENT):
         faulty = [f"{name}: {answer.reason}" for name, answer in answers if answer.status is status]
         if faulty:
