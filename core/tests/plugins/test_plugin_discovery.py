@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,3 +177,26 @@ def test_importing_the_package_and_discovering_leaves_the_heavy_modules_out() ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("group", "requirement", "reason"),
+    [
+        ("hardpoint.hooks.v" + "1" * 5000, "hardpoint", "not of the form"),
+        ("hardpoint.hooks.v1", "hardpoint" + "a" * 60_000 + "; oops", "cannot be read"),
+        ("hardpoint.hooks.v1", "hardpoint-core" + " " * 60_000 + "oops;", "cannot be read"),
+        ("hardpoint.hooks.v1", "hardpoint; " + "(" * 20_000 + "python_version<'3'" + ")" * 20_000, "cannot be read"),
+        ("hardpoint.hooks.v1", "hardpoint" + ">=0.1," * 20_000 + "oops", "cannot be read"),
+        ("hardpoint.hooks.v1", "hardpoint==" + "1" * 5000, "cannot be read"),
+        ("hardpoint.hooks.v1", "hardpoint" + ".-" * 30_000, "cannot be read"),
+    ],
+    ids=range(7),
+)
+def test_enormous_metadata_is_refused_at_once(site: Site, group: str, requirement: str, reason: str) -> None:
+    site.install("acme", {f"{group}|x": "acme:create"}, requires=[requirement])
+    started = time.monotonic()
+    found = site.discover()
+    assert time.monotonic() - started < 5
+    assert found.plugins == ()
+    assert reason in found.refused[0].reason
+    assert len(found.refused[0].reason) < 400

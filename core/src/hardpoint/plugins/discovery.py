@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 
-_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(\w+)\.v(\d+)")
+_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"(\w+)\.v(\d{1,4})")
 _VALUE = re.compile(r"([\w.]+:[\w.]+)\s*(\[.*\])?")
-_REQUIREMENT = re.compile(r"([\w.-]*\w)\s*(\[[\w\s,.-]*\])?\s*\(?([^;@()]*)\)?")
+_REQUIREMENT = re.compile(r"(\w++(?:[.-]++\w++)*+)\s*+(\[[\w\s,.-]*+\])?+\s*+\(?([^;@()]*+)\)?")
 _CORE_NAMES = ("hardpoint", "hardpoint-core")
 
 
@@ -58,7 +58,7 @@ def _classify(
         kind = split[1] if split else group.removeprefix(GROUP_PREFIX)
         reason = fault or _group_fault(group, split)
         if reason or target is None:
-            reason = reason or f"entry point value {value!r} is not of the form module:attribute"
+            reason = reason or f"entry point value {value!r:.200} is not of the form module:attribute"
             yield RefusedPlugin(kind, name, distribution or folder.name, reason)
         else:
             ours = KINDS[kind].api_version
@@ -67,7 +67,7 @@ def _classify(
 
 def _group_fault(group: str, split: re.Match[str] | None) -> str:
     if split is None:
-        return f"group {group!r} is not of the form {GROUP_PREFIX}<kind>.v<major>"
+        return f"group {group!r:.200} is not of the form {GROUP_PREFIX}<kind>.v<major>"
     kind, major = split[1], int(split[2])
     if kind not in KINDS:
         return f"unknown plugin kind {kind!r}{did_you_mean(kind, KINDS)}"
@@ -87,11 +87,11 @@ def _judge(line: str, core_version: str) -> tuple[bool, str]:
     """Whether a requirement is on the core, here; and what is wrong with it."""
     try:
         name, allowed = _split_requirement(line)
-    except ValueError:
-        return True, f"its requirement {line!r} cannot be read"
-    if allowed is None or canonical_name(name) not in _CORE_NAMES:
-        return False, ""
-    fits = allowed.contains(core_version, prereleases=True)
+        if allowed is None or canonical_name(name) not in _CORE_NAMES:
+            return False, ""
+        fits = allowed.contains(core_version, prereleases=True)
+    except (ValueError, RecursionError):
+        return True, f"its requirement {line!r:.200} cannot be read"
     return True, "" if fits else f"it requires {line!r}, but the core's version is {core_version}"
 
 

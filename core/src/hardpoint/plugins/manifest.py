@@ -13,6 +13,7 @@ from hardpoint.plugins.plan import PlannedPlugin
 from hardpoint.plugins.records import DiscoveredPlugin
 
 MANIFEST_FILE = "hardpoint.json"
+_MAX_BYTES = 2**20
 UNCHECKED = "unchecked"
 """Key of a schema that tells less than the model accepts: values are then judged where the plugin loads."""
 
@@ -24,6 +25,8 @@ class _Shape(msgspec.Struct):
     required: tuple[str, ...] = ()
     properties: dict[str, _Shape] = {}
     anyOf: tuple[_Shape, ...] = ()
+    enum: tuple[Any, ...] = ()
+    items: _Shape | bool | tuple[Any, ...] = True
     definitions: dict[str, _Shape] = msgspec.field(name="$defs", default_factory=dict)
 
 
@@ -80,22 +83,21 @@ def read_manifest(plugin: DiscoveredPlugin | PlannedPlugin) -> Manifest | None:
         return None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = os.path.join(folder, MANIFEST_FILE)
-        try:
-            with open(path, "rb") as stream:
-                text = stream.read()
-        except OSError:
-            continue
-        return _parse(text, path)
+        if os.path.exists(path):
+            return _parse(path)
     return None
 
 
-def _parse(text: bytes, path: str) -> Manifest:
+def _parse(path: str) -> Manifest:
     try:
-        manifest = msgspec.json.decode(text, type=Manifest)
+        if not os.path.isfile(path) or os.path.getsize(path) > _MAX_BYTES:
+            raise OSError(f"it must be a file of at most {_MAX_BYTES} bytes")
+        with open(path, "rb") as stream:
+            manifest = msgspec.json.decode(stream.read(), type=Manifest)
         msgspec.convert(
             [entry.options for kind in manifest.plugins.values() for entry in kind.values()], list[_Shape | None]
         )
-    except msgspec.DecodeError as error:
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise PluginError(f"the plugin manifest {path} is not valid: {error}") from error
     if manifest.manifest_version != 1:
         raise PluginError(f"the plugin manifest {path} has version {manifest.manifest_version}; this core reads 1")
