@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -159,6 +162,9 @@ def test_differences_from_this_installation_are_found_and_no_problem(listener: L
         (500, b"", "its log says why"),
         (301, b"", "answered 301"),
         (200, b"<html>", "check that this is a Hardpoint server"),
+        (200, b"[" * 1_000_000, "check that this is a Hardpoint server"),
+        (200, b'{"processes": [], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "check that this is a Hardpoint server"),
+        (200, b'{"processes": []}', "without the report of a single process; check that this is a Hardpoint server"),
         (200, b'{"processes": [{"process": 1}]}', "check that this is a Hardpoint server"),
     ],
 )
@@ -182,6 +188,29 @@ def test_an_address_of_another_form_is_refused(url: str) -> None:
 )
 def test_a_server_that_is_not_there(url: str) -> None:
     assert "cannot be reached" in examine_server(url, KEY, SAME).problems[0]
+
+
+@pytest.mark.parametrize("beginning", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
+def test_an_answer_that_drips_is_given_up(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its headers or in its body: each byte comes well before the limit of a read."""
+    monkeypatch.setattr("hardpoint.testing.server_doctor._TIMEOUT_S", 1.0)
+    finished = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        with server.accept()[0] as client, contextlib.suppress(OSError):
+            client.sendall(beginning)
+            while not finished.wait(0.05):
+                client.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,))
+        thread.start()
+        started = time.monotonic()
+        found = examine_server(f"http://127.0.0.1:{server.getsockname()[1]}", KEY, SAME)
+        finished.set()
+        thread.join()
+    assert "did not answer wholly within 1 s" in found.problems[0]
+    assert time.monotonic() - started < 10
 
 
 def test_no_proxy_gets_the_key(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from urllib.parse import urlsplit
+from queue import Empty, SimpleQueue
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -25,6 +27,8 @@ __all__ = ["LiveReport", "admin_key", "examine_server", "print_server", "render_
 _PATH = "/admin/plugins"
 _TIMEOUT_S = 30.0
 _MAX_BYTES = 64 << 20
+_UNREACHED = "check that the server runs and that this is the address it printed at its start"
+_NO_ANSWER = "check that this is a Hardpoint server of the same version"
 _KEY_VARIABLE, _FILE_VARIABLE = "HARDPOINT_ADMIN_KEY", "HARDPOINT_ADMIN_KEY_FILE"
 _GIVE = f"give an admin key of the server with --admin-key-file FILE or {_KEY_VARIABLE}"
 _ADVICE: Mapping[int | str, str] = {
@@ -97,10 +101,45 @@ def _fetch(url: str, key: str) -> LiveReport:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--server {url!r} is not of the form http://HOST:PORT")
+    status, body = _within_deadline(url, parts, key)
+    if status != 200:
+        refused = "host_refused" if b"host_refused" in body else status
+        raise ConfigError(f"{url} answered {status}: {_ADVICE.get(refused, 'its log says why')}")
+    try:
+        answer = msgspec.json.decode(body, type=LiveReport)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{url} did not answer with the status of plugins ({error}); {_NO_ANSWER}") from None
+    if not answer.processes:
+        raise ConfigError(f"{url} answered without the report of a single process; {_NO_ANSWER}")
+    return answer
+
+
+def _within_deadline(url: str, parts: SplitResult, key: str) -> tuple[int, bytes]:
+    """Status and body. Raises ``ConfigError`` when both have not come whole after ``_TIMEOUT_S``, however they drip."""
+    replies: SimpleQueue[tuple[int, bytes] | ConfigError] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            replies.put(_ask(url, parts, key))
+        except ConfigError as error:
+            replies.put(error)
+
+    # A limit of a socket holds for each read alone, so a thread is left behind that ends with the command.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        reply = replies.get(timeout=_TIMEOUT_S)
+    except Empty:
+        raise ConfigError(f"{url} did not answer wholly within {_TIMEOUT_S:g} s; {_UNREACHED}") from None
+    if isinstance(reply, ConfigError):
+        raise reply
+    return reply
+
+
+def _ask(url: str, parts: SplitResult, key: str) -> tuple[int, bytes]:
     # Neither redirects nor proxies are followed: the key goes to the named server only.
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
-        connection = connect(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        connection = connect(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
         try:
             connection.request("GET", parts.path.rstrip("/") + _PATH, headers={"Authorization": f"Bearer {key}"})
             answer = connection.getresponse()
@@ -108,16 +147,8 @@ def _fetch(url: str, key: str) -> LiveReport:
         finally:
             connection.close()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        advice = "check that the server runs and that this is the address it printed at its start"
-        raise ConfigError(f"{url} cannot be reached ({type(error).__name__}: {error}); {advice}") from None
-    if answer.status != 200:
-        refused = "host_refused" if b"host_refused" in body else answer.status
-        raise ConfigError(f"{url} answered {answer.status}: {_ADVICE.get(refused, 'its log says why')}")
-    try:
-        return msgspec.json.decode(body, type=LiveReport)
-    except msgspec.DecodeError as error:
-        advice = "check that this is a Hardpoint server of the same version"
-        raise ConfigError(f"{url} did not answer with the status of plugins ({error}); {advice}") from None
+        raise ConfigError(f"{url} cannot be reached ({type(error).__name__}: {error}); {_UNREACHED}") from None
+    return answer.status, body
 
 
 def _differences(processes: Iterable[LoadReport], here: Discovery) -> Iterator[str]:
