@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic.fields import FieldInfo
 
-from hardpoint.config.errors import one_line
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
-from hardpoint.config.plugin_options import PluginHelp, add_plugin_flags, option_settings
+from hardpoint.config.plugin_options import PluginHelp, add_plugin_flags, option_settings, read_yaml
 from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
@@ -142,10 +140,7 @@ def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str
 def _read_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"configuration file {path!r} cannot be read: {one_line(error)}") from None
+    document = read_yaml(Path(path), f"configuration file {path!r}")
     if not isinstance(document, dict):
         raise ConfigError(f"configuration file {path!r} holds no mapping of sections")
     return document
@@ -162,7 +157,9 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
             raise ConfigError(f"{', '.join(beside)} must stand under the engine in 'engines', not beside it")
         ((name, given),) = engines.items()
         if not isinstance(given, dict):
-            raise ConfigError(f"the entry under 'engines' must hold sections such as model and cache, not {given!r}")
+            raise ConfigError(
+                f"the entry under 'engines' must hold sections such as model and cache, not {given!r:.200}"
+            )
         engine = dict(given)
     else:
         engine = {key: document[key] for key in _ENGINE_SECTIONS if key in document}
@@ -181,7 +178,7 @@ def _section(holder: dict[str, Any], name: str) -> dict[str, Any]:
     """The section as a place to put flags into. Raises ``ConfigError`` where the file holds something else."""
     section = holder.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"{name!r} must be a section with settings of its own, not {section!r}")
+        raise ConfigError(f"{name!r} must be a section with settings of its own, not {section!r:.200}")
     return section
 
 

@@ -33,7 +33,7 @@ def from_validation(error: ValidationError, root: type[BaseModel]) -> ConfigErro
             hint = _misplaced(root, location) or _nearest(str(location[-1]), _siblings(root, location))
             faults.append(f"unknown setting {path!r}{hint}")
         else:
-            given = "" if "_key" in path else f" (given: {fault['input']!r})"
+            given = "" if "_key" in path else f" (given: {fault['input']!r:.200})"
             faults.append(f"{path}: {fault['msg']}{given}")
     return ConfigError(f"invalid configuration: {'; '.join(faults)}")
 

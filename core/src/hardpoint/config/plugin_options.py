@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -23,6 +24,7 @@ from hardpoint.plugins.suggest import did_you_mean
 
 _PREFIX = "HARDPOINT_PLUGIN__"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+_MAX_PARTS = 100_000
 _WORDS = {"string": "text", "boolean": "switch", "array": "list", "object": "mapping"}
 _FIELD_KINDS = {"loader": "weight_loader", "hash_algorithm": "hash"}
 """Settings that name a plugin of a kind with another name than their own."""
@@ -74,8 +76,8 @@ def option_settings(flags: Sequence[str], environ: Mapping[str, str]) -> Iterato
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")
         if not (equals and kind and name and key):
-            raise ConfigError(f"--plugin {flag!r} is not of the form kind.name.key=value")
-        yield kind, name, key, _read(text, schemas.get((kind, name), {}).get(key, {}), f"--plugin {flag!r}")
+            raise ConfigError(f"--plugin {flag!r:.200} is not of the form kind.name.key=value")
+        yield kind, name, key, _read(text, schemas.get((kind, name), {}).get(key, {}), f"--plugin {flag!r:.200}")
 
 
 def _meaning(variable: str, plugins: Sequence[_Described]) -> tuple[str, str, str]:
@@ -96,10 +98,19 @@ def _read(text: str, schema: Mapping[str, Any], source: str) -> Any:
     types = [str(part.get("type")) for part in schema.get("anyOf", [schema])]
     if "string" in types and {*types} <= {"string", "null"}:
         return None if text == "null" and "null" in types else text
+    return read_yaml(text, f"{source}: the value")
+
+
+def read_yaml(source: str | Path, what: str) -> Any:
+    """Raises ``ConfigError`` for what cannot be read, holds itself, or by aliases holds beyond measure."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: the value cannot be read: {one_line(error)}") from None
+        document = yaml.safe_load(source if isinstance(source, str) else source.read_text(encoding="utf-8"))
+        for count, _ in enumerate(json.JSONEncoder(default=str, skipkeys=True).iterencode(document)):
+            if count > _MAX_PARTS:
+                raise ValueError(f"it holds more than {_MAX_PARTS} values")
+        return document
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be read: {one_line(error):.500}") from None
 
 
 class _OptionFlag(argparse.Action):

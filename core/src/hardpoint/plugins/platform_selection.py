@@ -59,9 +59,8 @@ def probe_platform(runtime: PluginRuntime, name: str) -> PlatformProbe:
         declaration = runtime.load_factory("platform", name).declaration
         fallback = declaration.capabilities.get(FALLBACK_CAPABILITY) is True
         if declaration.probe is None:
-            result = ProbeResult(ProbeStatus.BROKEN, "it declares no probe; pass probe= to @plugin")
-        else:
-            result = checked(declaration.probe())
+            raise PluginLoadError("it declares no probe; pass probe= to @plugin")
+        result = checked(declaration.probe())
     except HardpointError as error:
         result = ProbeResult(ProbeStatus.BROKEN, str(error))
     except (Exception, SystemExit) as error:

@@ -42,7 +42,7 @@ def schema_faults(kind: str, name: str, schema: Mapping[str, Any], values: Mappi
 def describe_faults(kind: str, name: str, error: ValidationError) -> list[str]:
     """One message for each fault, with the setting and what was given."""
     return [
-        f"plugins.{kind}.{name}.{'.'.join(map(str, fault['loc']))}: {fault['msg']} (given: {fault['input']!r})"
+        f"plugins.{kind}.{name}.{'.'.join(map(str, fault['loc']))}: {fault['msg']} (given: {fault['input']!r:.200})"
         for fault in error.errors(include_url=False)
     ]
 
