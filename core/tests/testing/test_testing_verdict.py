@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from hardpoint.cli import main
+from hardpoint.plugins.records import RefusedPlugin
+from hardpoint.testing.verdict import BrokenRule, Verdict, render
 
 PLUGIN = """
 import os, sys, time
@@ -23,6 +27,7 @@ class Hash:
 def create(ctx, options):
     return Hash()
 """
+NOTE_PID = "open(os.path.dirname(__file__) + '/pid', 'w').write(str(child.pid))"
 SOUND = "import hashlib; return hashlib.sha256(parent + tokens + b'|' + extra).digest()"
 
 
@@ -123,3 +128,97 @@ def test_a_kind_without_kit_is_held_to_the_general_rules(site: Path, capsys: pyt
 def test_an_unknown_target_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "test", "no-such-distribution"]) == 1
     assert "no installed plugin is meant by 'no-such-distribution'" in capsys.readouterr().err
+
+
+def ends(pid: int) -> bool:
+    """Whether the process is gone, or is within seconds: a signal takes its time."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("flags", ["", ", start_new_session=True"], ids=["its group", "a session of its own"])
+def test_children_of_a_plugin_hold_nobody_up(site: Path, capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    """They inherit its stderr, and stay behind when it ends."""
+    child = f"child = subprocess.Popen(['sleep', '35']{flags}); {NOTE_PID}"
+    install(site, prelude=f"import subprocess; {child}; os._exit(5)")
+    started = time.monotonic()
+    status, text = judge(capsys, "--timeout", "40")
+    pid = int((site / "pid").read_text())
+    assert status == 1
+    assert "ended with status 5" in text
+    assert time.monotonic() - started < 30
+    if flags:
+        os.kill(pid, 9)
+    else:
+        assert ends(pid)
+
+
+def test_children_end_with_a_plugin_that_hangs(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = f"child = subprocess.Popen(['sleep', '35']); {NOTE_PID}"
+    install(site, prelude=f"import subprocess; {child}; time.sleep(60)")
+    status, text = judge(capsys, "--timeout", "8")
+    assert status == 1
+    assert "did not finish within 8 s" in text
+    assert ends(int((site / "pid").read_text()))
+
+
+def test_bytes_that_are_no_text_are_shown_as_far_as_they_go(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site, prelude="os.write(2, b'\\xffbye\\xfe\\x1b[31m\\n'); os.write(1, b'\\xff'); os._exit(3)")
+    status, text = judge(capsys)
+    assert status == 1
+    assert "ended with status 3" in text
+    assert "\ufffdbye\ufffd" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("answer", ["garbage", "[" * 100_000, '{"kind": 1}', ""])
+def test_an_answer_that_is_none_is_a_verdict(site: Path, capsys: pytest.CaptureFixture[str], answer: str) -> None:
+    install(site, prelude=f"from pathlib import Path; Path(sys.argv[3]).write_text({answer!r}); os._exit(0)")
+    status, text = judge(capsys)
+    assert status == 1
+    assert "left an answer that is no verdict" in text
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "0", "inf"])
+def test_a_limit_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    assert main(["plugins", "test", "hash:sha256", "--timeout", limit]) != 0
+    assert f"--timeout {limit} is no limit; give a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_a_choice_of_rules_that_is_none_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site)
+    status, text = judge(capsys, "--only", "(((")
+    assert status != 0
+    assert "--only '(((' is no choice of rules" in text
+    assert "Traceback" not in text
+    status, text = judge(capsys, "--only", "nothing_matches")
+    assert status != 0
+    assert "--only 'nothing_matches' matches no rule; leave it out and add -v" in text
+    assert "verdict:" not in text
+
+
+def test_nothing_of_a_plugin_reaches_the_terminal_as_an_order() -> None:
+    evil = "a\x1b[31m\x07\x9b2J"
+    verdict = Verdict(
+        kind="hash",
+        name=evil,
+        distribution=evil,
+        version=evil,
+        suite=evil,
+        kept=(evil,),
+        broken=(BrokenRule(evil, evil, f"{evil}\n{evil}"),),
+        not_claimed={evil: evil},
+        figures=(evil,),
+        fault=evil,
+        note=evil,
+    )
+    for verbose in (False, True):
+        text = render([verdict], [RefusedPlugin("hash", evil, evil, evil)], verbose=verbose)
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert "\x1b[31mFAILED\x1b[0m" in render([verdict], [], color=True)

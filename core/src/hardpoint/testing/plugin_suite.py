@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from abc import ABC
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
@@ -117,16 +118,20 @@ class PluginSuite(ABC):  # noqa: B024 (kinds whose material only the author has 
     def test_importing_it_changes_nothing(self, planned: PlannedPlugin) -> None:
         """R12.13, P12.4: no side effects at import, no patch of the core, no framework where none belongs."""
         # First of all tests: once the plugin is imported here as well, the child would inherit what it changed.
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORT_IT, planned.entry_point, ",".join(_SET_BY_FRAMEWORKS)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert done.returncode == 0, done.stderr
-        found = msgspec.json.decode(done.stdout.splitlines()[-1])
+        # Files, not pipes: a child that the plugin leaves behind would keep a pipe open.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            done = subprocess.run(
+                [sys.executable, "-c", _IMPORT_IT, planned.entry_point, ",".join(_SET_BY_FRAMEWORKS)],
+                stdout=out,
+                stderr=errors,
+                timeout=120,
+                check=False,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            said, told = (_text(stream) for stream in (out, errors))
+        assert done.returncode == 0, told
+        assert said, f"its import ended the process\n{told}"
+        found = msgspec.json.decode(said.splitlines()[-1])
         assert found["faults"] == []
         if self.torch_free:
             assert found["frameworks"] == [], f"{self.kind} plugins are imported where no framework may be"
@@ -148,6 +153,11 @@ class PluginSuite(ABC):  # noqa: B024 (kinds whose material only the author has 
         """The range of core versions stands in the metadata, so that a mismatch is found before the import."""
         (found,) = [p for p in discover().of(planned.kind) if (p.name, p.distribution) == _identity(planned)]
         assert found.requires, f"{found.distribution} states no requirement on hardpoint-core"
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode(errors="replace")
 
 
 def _identity(planned: PlannedPlugin) -> tuple[str, str]:

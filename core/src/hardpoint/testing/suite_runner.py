@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hardpoint.errors import ConfigError
+
 __all__ = ["SuiteOutcome", "run_suite"]
 
 _UNDER_TEST: list[type[Any]] = []
@@ -52,9 +54,9 @@ def run_suite(suite: type[Any], *, first_failure: bool = False, only: str = "") 
     """Run the tests of the conformance class ``suite``; nothing is printed.
 
     ``first_failure`` stops at the first one, which is all that a mutant needs; ``only`` is a ``-k`` expression.
-    Raises ``ValueError`` when not a single test ran.
+    Raises ``ValueError`` when not a single test ran, ``ConfigError`` for an ``only`` that pytest does not understand.
     """
-    outcome = SuiteOutcome()
+    outcome, told = SuiteOutcome(), io.StringIO()
     _UNDER_TEST.append(suite)
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -69,9 +71,15 @@ def run_suite(suite: type[Any], *, first_failure: bool = False, only: str = "") 
             arguments += ["--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
             arguments += ["-x"] if first_failure else []
             arguments += ["-k", only] if only else []
-            pytest.main([*arguments, str(module)], plugins=[outcome])
+            with contextlib.redirect_stderr(told) if only else contextlib.nullcontext():
+                status = pytest.main([*arguments, str(module)], plugins=[outcome])
     finally:
         _UNDER_TEST.pop()
     if not (outcome.passed or outcome.failed or outcome.skipped):
+        if only and status == pytest.ExitCode.USAGE_ERROR:
+            reason = told.getvalue().strip().partition("\n")[0].removeprefix("ERROR: ")
+            raise ConfigError(f"--only {only!r} is no choice of rules, as names joined by and, or, not are: {reason}")
+        if only:
+            raise ValueError(f"{suite.__name__} has no rule whose name matches {only!r}")
         raise ValueError(f"{suite.__name__} has no tests; derive it from a class of the conformance kit")
     return outcome

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins.records import DiscoveredPlugin, RefusedPlugin
+from hardpoint.plugins.render import plain
 from hardpoint.testing.kits import suite_for
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.suite_runner import run_suite
 
 __all__ = ["BrokenRule", "Verdict", "examine", "render"]
 
-_TAIL_LINES = 12
+_TAIL_LINES, _MAX_LINE = 12, 4096
+_READ_S = 1.0
 _COLORS = {"PASSED": "32", "FAILED": "31"}
 
 
@@ -55,26 +62,59 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     @property
+    def is_empty(self) -> bool:
+        """Whether not a single rule was examined, and no fault says why."""
+        return not (self.kept or self.broken or self.not_claimed or self.fault)
+
+    @property
     def passed(self) -> bool:
         return not (self.broken or self.fault)
 
 
 def examine(plugin: DiscoveredPlugin, *, only: str = "", timeout_s: float = 600.0) -> Verdict:
-    """The verdict on one installed plugin. A plugin that crashes or hangs takes only its own process along."""
+    """The verdict on one installed plugin. A plugin that crashes or hangs takes only its own processes along."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "verdict"
         job = [msgspec.json.encode(plugin).decode(), only, str(answer), *sys.path]
-        command = [sys.executable, "-P", "-m", "hardpoint.testing.verdict", *job]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
+        status, tail = _run([sys.executable, "-P", "-m", "hardpoint.testing.verdict", *job], timeout_s)
+        if status is None:
             return _faulty(plugin, f"it did not finish within {timeout_s:g} s; raise --timeout if that is its nature")
         if not answer.is_file():
-            tail = "\n".join(done.stderr.splitlines()[-_TAIL_LINES:])
-            return _faulty(plugin, f"its process ended with status {done.returncode} in the middle of it\n{tail}")
-        verdict = msgspec.json.decode(answer.read_bytes(), type=Verdict)
+            return _faulty(plugin, f"its process ended with status {status} in the middle of it\n{tail}")
+        try:
+            verdict = msgspec.json.decode(answer.read_bytes(), type=Verdict)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            return _faulty(plugin, f"its process left an answer that is no verdict ({error}); does it write files?")
     return msgspec.structs.replace(verdict, seconds=round(time.monotonic() - started, 2))
+
+
+def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """The exit status, None after ``timeout_s``, and the end of what went to stderr. Children end with the process."""
+    sink: deque[bytes] = deque(maxlen=_TAIL_LINES)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    # The thread closes the pipe: a child in a session of its own may hold it for as long as it likes, unwaited for.
+    stream, process.stderr = process.stderr, None
+    reader = threading.Thread(target=_keep_tail, args=(stream, sink), daemon=True)
+    reader.start()
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    reader.join(_READ_S)
+    return status, "\n".join(line.decode(errors="replace").rstrip() for line in tuple(sink))
+
+
+def _keep_tail(stream: IO[bytes], sink: deque[bytes]) -> None:
+    with stream:
+        while line := stream.readline(_MAX_LINE):
+            sink.append(line)
 
 
 def _faulty(plugin: DiscoveredPlugin, fault: str) -> Verdict:
@@ -87,7 +127,10 @@ def _examine_here(plugin: DiscoveredPlugin, only: str) -> Verdict:
         suite, note = _suite(plugin)
     except PluginLoadError as error:
         return _faulty(plugin, str(error))
-    outcome = run_suite(suite, only=only)
+    try:
+        outcome = run_suite(suite, only=only)
+    except ValueError as error:
+        return msgspec.structs.replace(_faulty(plugin, "" if only else str(error)), note=str(error) if only else "")
     broken = [BrokenRule(name, _rule(suite, name), _tail(text)) for name, text in sorted(outcome.failed.items())]
     return msgspec.structs.replace(
         _faulty(plugin, ""),
@@ -134,7 +177,8 @@ def render(
     """The verdicts as text for people, with a summary as the last line."""
     lines: list[str] = []
     for entry in refused:
-        lines.append(f"{entry.kind}:{entry.name}  {_paint('FAILED', color)}  the core refuses it: {entry.reason}")
+        name, reason = plain(f"{entry.kind}:{entry.name}"), plain(entry.reason)
+        lines.append(f"{name}  {_paint('FAILED', color)}  the core refuses it: {reason}")
     for verdict in verdicts:
         lines += _lines(verdict, color, verbose)
     good = sum(verdict.passed for verdict in verdicts)
@@ -150,7 +194,11 @@ def _lines(verdict: Verdict, color: bool, verbose: bool) -> Iterator[str]:
     counts += f", {len(verdict.not_claimed)} optional not claimed" if verdict.not_claimed else ""
     source = f"{verdict.distribution} {verdict.version}"
     where = f"{verdict.suite or 'no suite'}, {source}, {verdict.seconds:.1f} s"
-    yield f"{verdict.kind}:{verdict.name}  {word}  {counts}  ({where})"
+    yield f"{plain(f'{verdict.kind}:{verdict.name}')}  {word}  {counts}  ({plain(where)})"
+    yield from map(plain, _details(verdict, verbose))
+
+
+def _details(verdict: Verdict, verbose: bool) -> Iterator[str]:
     for text in (verdict.fault, verdict.note, *verdict.figures):
         yield from (f"    {line}" for line in text.splitlines())
     for broken in verdict.broken:

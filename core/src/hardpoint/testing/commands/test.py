@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import math
 import os
 import sys
 
@@ -28,13 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when every plugin keeps every rule, else 1. Raises ``PluginNotFoundError`` for an unknown target."""
+    """0 when every plugin keeps every rule, else 1.
+
+    Raises ``PluginNotFoundError`` for an unknown target, ``ConfigError`` for flags that cannot be used.
+    """
+    if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
+        raise ConfigError(f"--timeout {arguments.timeout:g} is no limit; give a number of seconds above 0")
     if importlib.util.find_spec("pytest") is None:
         raise ConfigError("the conformance kit runs on pytest; install hardpoint-core[testing]")
+    from hardpoint.testing.suite_runner import run_suite
     from hardpoint.testing.verdict import examine, render
 
+    if arguments.only:
+        with contextlib.suppress(ValueError):  # Whether it matches a rule is seen later; here, whether it could.
+            run_suite(_Anything, only=arguments.only)
     plugins, refused = _targets(discover(), arguments.target)
     verdicts = [examine(plugin, only=arguments.only, timeout_s=arguments.timeout) for plugin in plugins]
+    if arguments.only and verdicts and all(verdict.is_empty for verdict in verdicts):
+        raise ConfigError(f"--only {arguments.only!r} matches no rule; leave it out and add -v to see their names")
     if arguments.json:
         report = {"core_version": _core_version(), "refused": refused, "verdicts": verdicts}
         print(msgspec.json.encode(report).decode())
@@ -61,6 +74,10 @@ def _targets(found: Discovery, target: str) -> tuple[list[DiscoveredPlugin], lis
             f"({', '.join(known)}) or KIND:NAME; `hardpoint plugins list` shows all"
         )
     return [plugin for plugin in plugins if plugin.kind != "conformance"], refused
+
+
+class _Anything:
+    def test_anything(self) -> None: ...
 
 
 def _core_version() -> str:
