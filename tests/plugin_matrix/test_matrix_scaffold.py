@@ -132,6 +132,11 @@ def test_pip_installs_a_fresh_package(kind: str, tmp_path: Path) -> None:
         (("hsh", "x"), "did you mean 'hash'"),
         (("hash", "1x"), "must begin with a letter"),
         (("hash", "../x"), "must begin with a letter"),
+        (("hash", "x."), "end with a letter or digit"),
+        (("hash", "x-"), "end with a letter or digit"),
+        (("hash", "x_"), "end with a letter or digit"),
+        (("hash", "x", "--distribution", "acme."), "the distribution name 'acme.' must"),
+        (("hash", "x", "--distribution", "class"), "a word of Python's own; choose another --distribution"),
         (("hash", "x", "--distribution", "pytest"), "can be imported here already"),
         (("hash", "x", "--into", "/proc/nowhere"), "cannot be written"),
     ],
@@ -140,6 +145,15 @@ def test_what_cannot_be_written_is_refused(arguments: tuple[str, ...], told: str
     into = () if "--into" in arguments else ("--into", tmp_path)
     assert told in hardpoint("plugins", "new", *arguments, *into, status=1)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["class", "none", "True", "a..b", "a-1.b_2"])
+def test_whatever_the_name_the_files_compile(name: str, tmp_path: Path) -> None:
+    hardpoint("plugins", "new", "hash", name, "--into", tmp_path)
+    files = [*tmp_path.rglob("*.py")]
+    assert any(path.name.startswith("test_") for path in files)
+    for path in files:
+        compile(path.read_text(), str(path), "exec")
 
 
 def test_a_package_is_never_overwritten(tmp_path: Path) -> None:

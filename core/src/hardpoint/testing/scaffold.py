@@ -7,6 +7,7 @@ requirements, ``notes.md.txt`` the middle of the README. ``$name`` and the like 
 
 from __future__ import annotations
 
+import keyword
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from hardpoint.version import __version__
 
 __all__ = ["Blueprint", "available_kinds", "template_of", "write_package"]
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _CORE = "hardpoint-core"
 _COMMON = Path(__file__).parent / "templates/common"
 
@@ -83,8 +84,16 @@ class Blueprint:
         distribution = distribution or f"hardpoint-{name.lower().replace('_', '-')}"
         for what, text in (("plugin name", name), ("distribution name", distribution)):
             if not _NAME.fullmatch(text):
-                raise ConfigError(f"the {what} {text!r} must begin with a letter and hold letters, digits, . _ and -")
+                raise ConfigError(
+                    f"the {what} {text!r} must begin with a letter, hold letters, digits, . _ and -, and end with a "
+                    "letter or digit"
+                )
         blueprint = cls(kind, name, distribution, template)
+        if keyword.iskeyword(blueprint.package):
+            raise ConfigError(
+                f"the distribution name {distribution!r} gives the package {blueprint.package!r}, a word of Python's "
+                "own; choose another --distribution"
+            )
         if find_spec(blueprint.package) is not None:
             raise ConfigError(
                 f"a package {blueprint.package!r} can be imported here already; choose another name or --distribution"
@@ -100,8 +109,9 @@ class Blueprint:
         plain = "".join(part[:1].upper() + part[1:] for part in re.split(r"[-_.]+", self.name))
         text = (self.template / "plugin.py.txt").read_text(encoding="utf-8")
         ends = re.findall(r"^class \$\{title\}(\w*)", text, re.MULTILINE)
-        # A class must not take the name of one that the template imports, as "attention" would with its backend.
-        is_taken = any(re.search(rf"\b{plain}{end}\b", text) for end in ends)
+        # A class must not take the name of one that the template imports, as "attention" would with its backend, nor a
+        # word of Python's own, as "none" would.
+        is_taken = keyword.iskeyword(plain) or any(re.search(rf"\b{plain}{end}\b", text) for end in ends)
         return f"{plain}Plugin" if is_taken else plain
 
     @property
