@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hardpoint.plugins.suggest import did_you_mean, plain
+
 _COMMANDS = {"serve": "serve a model over HTTP", "plugins": "list, explain, write and test plugins"}
 
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HardpointError as error:
         if os.environ.get("HARDPOINT_TRACEBACK"):
             raise
-        print(f"hardpoint: {type(error).__name__}: {error}", file=sys.stderr)
+        text = "\n".join(map(plain, str(error).splitlines()))
+        print(f"hardpoint: {type(error).__name__}: {text}", file=sys.stderr)
         return _FAILURE
     except BrokenPipeError:
         # The reader of our output has gone; a second failure while flushing at exit would only be noise.
@@ -67,7 +70,6 @@ def _run_plugin_command(name: str, rest: list[str]) -> int:
     names = _plugin_commands()
     if name not in names:
         from hardpoint.plugins.kinds import install_hint
-        from hardpoint.plugins.suggest import did_you_mean
 
         known = (*_COMMANDS, *names)
         fault = f"unknown command {name!r}{did_you_mean(name, known)}; commands: {', '.join(known)}"
@@ -106,7 +108,7 @@ def _overview() -> str:
 
     installed = {name: f"{metadata(owner)['Summary']} ({owner})" for name, owner in _plugin_commands().items()}
     lines = ["usage: hardpoint COMMAND [options]", "", "A plugin-first inference platform.", "", "commands:"]
-    lines += [f"  {name:<10} {text}" for name, text in {**_COMMANDS, **installed}.items()]
+    lines += [plain(f"  {name:<10} {text}") for name, text in {**_COMMANDS, **installed}.items()]
     lines += ["", "options:", "  -h, --help     show this help", "  -V, --version  show the version"]
     lines += ["", "`hardpoint COMMAND --help` shows a command's options."]
     return "\n".join(lines)

@@ -85,6 +85,21 @@ def create(ctx, options): ...
     assert any("platform odd is broken" in text for text in examine(site).problems)
 
 
+def test_no_text_of_a_plugin_is_obeyed_by_the_terminal(site: Site) -> None:
+    evil = "\x1b[31mred\x1b]0;title\x07\x9b2J"
+    source = f"""
+from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus, plugin
+def probe(): return ProbeResult(ProbeStatus.BROKEN, {evil!r})
+@plugin("platform", probe=probe)
+def create(ctx, options): ...
+"""
+    names = {f"hooks:{evil}": "acme_evil:create", "platform:evil": "acme_evil:create", f"hardpoint.{evil}.v1|x": "a:b"}
+    site.install("acme-evil", names, version=f"1{evil}", modules={"acme_evil": source})
+    text = render(examine(site))
+    assert "[31mred" in text
+    assert {letter for letter in text if not letter.isprintable()} == {"\n"}
+
+
 def test_refusals_doubles_and_denials_are_explained(site: Site) -> None:
     """L12.2."""
     complete(site)

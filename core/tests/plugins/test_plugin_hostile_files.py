@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hardpoint.cli import main
 from hardpoint.config.arguments import flag_faults
 from hardpoint.errors import PluginError
 from hardpoint.plugins.manifest import load_manifest
@@ -59,3 +60,23 @@ def test_every_form_of_items_is_read(site: Site, items: Any) -> None:
     manifest = load_manifest(site.discover().plugins[0])
     assert manifest is not None
     assert manifest.option_schemas["k"]["items"] == items
+
+
+def test_help_holds_nothing_that_a_terminal_obeys(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07"
+    site.install(f"acme{evil}", {f"hooks:h{evil}": "acme_pack:create"}, modules={"acme_pack.": ""})
+    option = {"flag": "--evil-option", "description": evil, "default": evil, "enum": [evil]}
+    text = json.dumps({"plugins": {"hooks": {f"h{evil}": {"options": {"properties": {f"k{evil}": option}}}}}})
+    (site.root / "acme_pack" / "hardpoint.json").write_text(text)
+    for arguments in (["serve", "--help"], ["serve", "--help=plugins"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        shown = capsys.readouterr().out
+        assert "--evil-option" in shown
+        assert {letter for letter in shown if not letter.isprintable()} == {"\n"}
+
+
+def test_an_error_s_text_is_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hardpoint.cli._run", lambda *_: (_ for _ in ()).throw(PluginError("one\n\x1b[2Jtwo")))
+    assert main(["serve"]) == 1
+    assert capsys.readouterr().err == "hardpoint: PluginError: one\n [2Jtwo\n"

@@ -20,7 +20,7 @@ from hardpoint.config.errors import one_line
 from hardpoint.errors import ConfigError, PluginError
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.manifest import load_manifest
-from hardpoint.plugins.suggest import did_you_mean
+from hardpoint.plugins.suggest import did_you_mean, plain
 
 _PREFIX = "HARDPOINT_PLUGIN__"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -41,7 +41,7 @@ class _Described(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.kind}.{self.name} ({self.distribution})"
+        return plain(f"{self.kind}.{self.name} ({self.distribution})")
 
     def variable(self, key: str) -> str:
         return _PREFIX + "__".join(re.sub(r"[^A-Z0-9]", "_", part.upper()) for part in (self.kind, self.name, key))
@@ -134,7 +134,7 @@ def add_plugin_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
         field = setting.dest.rpartition(":")[2]
         names = sorted({plugin.name for plugin in plugins if plugin.kind == _FIELD_KINDS.get(field, field)})
         if names:
-            setting.help = f"{setting.help}; installed: {', '.join(names).replace('%', '%%')}"
+            setting.help = f"{setting.help}; installed: {plain(', '.join(names)).replace('%', '%%')}"
     for plugin in plugins:
         group = parser.add_argument_group(plugin.label)
         flagged = [(key, schema) for key, schema in (plugin.options or {}).items() if "flag" in schema]
@@ -146,7 +146,7 @@ def add_plugin_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
             switch = {"nargs": 0} if schema.get("type") == "boolean" else {"metavar": "VALUE"}
             spellings = [flag, f"--no-{flag[2:]}"] if "nargs" in switch else [flag]
             _, told, default, meaning = _facts(key, schema)
-            text = f"{meaning} ({', '.join(filter(None, (told, default)))})".replace("%", "%%")
+            text = plain(f"{meaning} ({', '.join(filter(None, (told, default)))})").replace("%", "%%")
             settings: dict[str, Any] = {"dest": "plugin", "const": path, "default": argparse.SUPPRESS, "help": text}
             if not _FLAG.fullmatch(flag):
                 faults.append(f"flag {flag} of {owner} is not of the form --two-words; uninstall {plugin.distribution}")
@@ -172,7 +172,7 @@ class PluginHelp(argparse.Action):
             note = ": no manifest, so its options are known only where it loads" if plugin.options is None else note
             print(plugin.label + note)
             for row in rows:
-                print(f"  {'  '.join(map(str.ljust, row, widths)).rstrip()}")
+                print(f"  {plain('  '.join(map(str.ljust, row, widths)).rstrip())}")
         print(f"\nSet one by its flag, as --plugin kind.name.option=value, as {_PREFIX}KIND__NAME__OPTION=value in the")
         print("environment, or under plugins in a file.")
         parser.exit()

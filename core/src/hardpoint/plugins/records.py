@@ -43,7 +43,7 @@ class ShadowedDistribution(msgspec.Struct, frozen=True):
     def fault(self) -> str:
         """One line on what is wrong, and what to do about a damaged installation."""
         text = f"{self.distribution} is installed twice: {self.used_path} is used, {self.shadowed_path} is not"
-        return f"{text}; uninstall it until none is left, then install it again" if self.same_folder else text
+        return f"{text}; remove the folder of the older one, or install it anew" if self.same_folder else text
 
 
 class Discovery(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hardpoint.plugins.doctor import DoctorReport, PluginReport
+from hardpoint.plugins.suggest import plain as plain
 
 Paint = Callable[[str, str], str]
 _COLORS = {"active": "32", "created": "32", "loaded": "32", "available": "36", "allowed": "36", "discovered": "2"}
@@ -15,11 +16,6 @@ _PLAIN_REASONS = ("installed", "installed; imported only when asked for")
 def painter(color: bool) -> Paint:
     """Gives a text the color of its role: a state, ``warning``, ``problem`` or ``title``."""
     return lambda text, role: f"\x1b[{_COLORS[role]}m{text}\x1b[0m" if color else text
-
-
-def plain(text: str) -> str:
-    """``text`` on one line, without anything that a terminal obeys."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def render(report: DoctorReport, *, color: bool = False, verbose: bool = True, kind: str | None = None) -> str:
@@ -41,16 +37,16 @@ def _lines(report: DoctorReport, paint: Paint, verbose: bool, only: str | None) 
         )
         for row in kind.plugins:
             branch, stem = ("└─", "   ") if row is kind.plugins[-1] else ("├─", "│  ")
-            source = f"{row.plugin.distribution} {row.plugin.version}"
-            reason = "" if row.reason in _PLAIN_REASONS and not verbose else f": {row.reason}"
+            source = plain(f"{row.plugin.name}  {row.plugin.distribution} {row.plugin.version}")
+            reason = "" if row.reason in _PLAIN_REASONS and not verbose else f": {plain(row.reason)}"
             answer = f"  [{row.probe.status}: {plain(row.probe.reason)}]" if row.probe else ""
             state = row.probe.status if row.probe and row.state == "available" else row.state
-            yield f"{branch} {row.plugin.name}  {source}  {paint(state, row.state)}{reason}{answer}"
+            yield f"{branch} {source}  {paint(state, row.state)}{reason}{answer}"
             yield from (f"{stem} {paint('fault', 'problem')}: {plain(fault)}" for fault in row.faults)
             if verbose or row.faults:
-                yield from (f"{stem} {detail}" for detail in _details(row))
+                yield from (f"{stem} {plain(detail)}" for detail in _details(row))
     for title, texts in (("warning", report.warnings), ("problem", report.problems)):
-        yield from (f"{paint(title, title)}: {text}" for text in texts)
+        yield from (f"{paint(title, title)}: {plain(text)}" for text in texts)
 
 
 def _details(row: PluginReport) -> Iterator[str]:

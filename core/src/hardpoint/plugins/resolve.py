@@ -144,7 +144,7 @@ class _Draft:
             fault = f"pin {key}={pin}: that distribution has no such plugin, only {owners}"
             self.problems.append(PluginNotFoundError(fault))
         else:
-            advice = f"pin one with {key}=DISTRIBUTION or uninstall the other"
+            advice = f"pin one with {key}=DISTRIBUTION, or of one distribution's folders remove all but one"
             self.problems.append(PluginConflictError(f"several plugins claim {key}: {owners}; {advice}"))
         return rivals[0]
 

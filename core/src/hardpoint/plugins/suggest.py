@@ -1,4 +1,4 @@
-"""Nearest-name suggestions for error messages."""
+"""What messages need: the nearest known name, and text that no terminal obeys."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def plain(text: str) -> str:
+    """``text`` on one line, without anything that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
