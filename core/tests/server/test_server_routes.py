@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from hardpoint.config import ServerConfig
 from hardpoint.errors import PluginConflictError, PluginLoadError
-from hardpoint.interfaces.endpoint import Endpoint
+from hardpoint.interfaces.endpoint import Endpoint, RequestFailure
 from hardpoint.server.app import Engines, create_app
 from server_support import http, make_app
 
@@ -177,3 +178,51 @@ async def test_routes_added_after_the_check_are_not_served() -> None:
     async with http(app) as client:
         assert (await client.get("/a")).status_code == 200
         assert (await client.get("/late")).status_code == 404
+
+
+class Quit(BaseException):
+    """Neither an ``Exception`` nor known to asyncio."""
+
+
+@pytest.mark.parametrize("access", ["api", "admin"])
+@pytest.mark.parametrize("raised", [SystemExit(7), Quit("gone"), TimeoutError()])
+@pytest.mark.parametrize("on_thread", [False, True])
+async def test_whatever_a_handler_raises_is_a_bare_500(access: Any, raised: BaseException, on_thread: bool) -> None:
+    def leave() -> None:
+        raise raised
+
+    async def leave_the_loop() -> None:
+        raise raised
+
+    class Leaving(Endpoint):
+        def routes(self) -> APIRouter:
+            router = APIRouter()
+            router.add_api_route("/leave", leave if on_thread else leave_the_loop, methods=["GET"])
+            return router
+
+        def error_body(self, failure: RequestFailure) -> dict[str, object]:
+            return {"own form": failure.code}
+
+    endpoint = type("Endpoint", (Leaving,), {"access": access})()
+    app = create_app(ServerConfig(), Engines(["fake"]), {"one": endpoint}, ["key"], ["admin-key"])
+    async with http(app) as client:
+        answer = await client.get("/leave", headers={"x-api-key": "admin-key"})
+        assert (answer.status_code, answer.json()) == (500, {"own form": "internal_error"})
+        assert (await client.get("/live")).status_code == 200
+
+
+async def test_cancelling_a_request_stays_cancelling() -> None:
+    begun = asyncio.Event()
+
+    async def wait(request: Request) -> PlainTextResponse:
+        begun.set()
+        await asyncio.sleep(60)
+        return PlainTextResponse("")
+
+    app, _ = make_app(endpoints={"one": Bare(Route("/wait", wait, methods=["GET"]))})
+    async with http(app) as client:
+        task = asyncio.create_task(client.get("/wait"))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

@@ -38,17 +38,12 @@ OFF_LOOP_CHARS = 4096
 class AsyncLLM:
     """Implements ``EngineClient`` on one event loop; owns ``client``, the engine process.
 
-    Made by :meth:`create` from a model's name, by :meth:`start` from a spec, or from its parts. ``max_unfinished``
+    Made by :meth:`create` from a model's name, by :meth:`start` from a spec, or from its parts. ``limit``
     sequences are admitted at a time (None: no limit).
     """
 
     def __init__(
-        self,
-        client: ProcessClient,
-        frontend: Frontend,
-        *,
-        max_unfinished: int | None = None,
-        stats: StatFanout | None = None,
+        self, client: ProcessClient, frontend: Frontend, *, limit: int | None = None, stats: StatFanout | None = None
     ) -> None:
         self.client = client
         self.stats_fanout = stats or StatFanout({})
@@ -57,7 +52,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer = frontend.tokenizer
         self.render_chat = frontend.render_chat
         self._frontend = frontend
-        self._max_unfinished = max_unfinished
+        self._max_unfinished = limit
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
         self._on_stop: Callable[[], None] = lambda: None
@@ -84,7 +79,7 @@ class AsyncLLM:
             stats = StatFanout(loggers, lambda name, error: runtime.quarantine("stat_logger", name, error))
             _logger.info("%s", runtime.report().summary())
             client = await ProcessClient.launch(spec)
-        llm = cls(client, frontend, max_unfinished=spec.max_unfinished, stats=stats)
+        llm = cls(client, frontend, limit=spec.max_unfinished, stats=stats)
         llm._on_stop = partial(announce_stop, runtime)
         return llm
 

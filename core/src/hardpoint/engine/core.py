@@ -111,11 +111,9 @@ class EngineCore:
         self._hook("request_added", request=request)
         self._deliver([] if ended is None else [ended])
 
-    def abort(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, error: str | None = None
-    ) -> None:
+    def abort(self, names: Iterable[str], reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
         """End requests from outside; unknown and ended ones are ignored."""
-        known = [name for name in request_ids if name in self._clients]
+        known = [name for name in names if name in self._clients]
         if known and self.dead_reason is None:
             self._guard(lambda: self._deliver(self.scheduler.finish(known, reason, error)))
 

@@ -52,11 +52,14 @@ class _Wake(msgspec.Struct, frozen=True):
     fatal: str | None = None
 
 
+_Inbox = queue.SimpleQueue[wire.ToEngine | _Wake]
+
+
 def main(payload: bytes) -> int:
     """Entry point of the process. Exit codes: 0 after an orderly end, 1 after a failure, which was reported."""
     job = Decoder[EnginePayload](EnginePayload).decode(payload)
     sockets = EngineSockets(job)
-    inbox: queue.SimpleQueue[wire.ToEngine | _Wake] = queue.SimpleQueue()
+    inbox: _Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _leave)
     try:
         roles = {ProcessRole.ENGINE}
@@ -115,7 +118,7 @@ class EngineSockets:
             socket.close(linger=2000)
         self._context.term()
 
-    def receive_into(self, inbox: queue.SimpleQueue[wire.ToEngine | _Wake]) -> None:
+    def receive_into(self, inbox: _Inbox) -> None:
         """Body of the input thread. Its end, other than with the process, is fatal for the engine (class 28)."""
         decoder = Decoder[wire.ToEngine](wire.ToEngine)
         try:
@@ -137,14 +140,7 @@ class EngineSockets:
 class EngineServer:
     """The loop around an engine core: messages, steps, heartbeats, and the ways to end."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        sockets: EngineSockets,
-        inbox: queue.SimpleQueue[wire.ToEngine | _Wake],
-        *,
-        drain_timeout_s: float,
-    ) -> None:
+    def __init__(self, core: EngineCore, sockets: EngineSockets, inbox: _Inbox, *, drain_timeout_s: float) -> None:
         self._core = core
         self._sockets = sockets
         self._inbox = inbox

@@ -51,10 +51,8 @@ class InputProcessor:
     def tokenize(self, prompt: Prompt) -> Int32Array:
         """Checked prompt ids. Safe on any thread, so that long texts need not hold up an event loop."""
         if "generate" not in self._tasks:
-            offered = ", ".join(self._tasks) or "nothing"
-            raise InvalidRequestError(
-                f"this model does not generate text; it serves {offered}", code="unsupported_task"
-            )
+            served = ", ".join(self._tasks) or "nothing"
+            raise InvalidRequestError(f"this model does not generate text; it serves {served}", code="unsupported_task")
         validate_prompt(prompt, self._limits)
         ids = prompt.token_ids
         if prompt.text is not None:

@@ -35,9 +35,7 @@ class ProcessClient:
     request. ``on_dead`` runs once, whatever ended the engine.
     """
 
-    def __init__(
-        self, child: ChildProcess, receiver: zmq.asyncio.Socket, input_address: str, stall_after_s: float
-    ) -> None:
+    def __init__(self, child: ChildProcess, receiver: zmq.asyncio.Socket, address: str, stall_after_s: float) -> None:
         self.child = child
         self.on_outputs: Callable[[EngineOutputs], None] = lambda batch: None
         self.on_dead: Callable[[str], None] = lambda reason: None
@@ -55,7 +53,7 @@ class ProcessClient:
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.setsockopt(zmq.SNDHWM, 0)
         self._sender.setsockopt(zmq.LINGER, 0)
-        self._sender.connect(input_address)
+        self._sender.connect(address)
         self._decoder = Decoder[wire.FromEngine](wire.FromEngine)
         self._reader = self._loop.create_task(self._receive(), name="engine-frames")
         self._reader.add_done_callback(self._reader_ended)

@@ -92,7 +92,8 @@ class Endpoint(ABC):
     """Routes need the key unless listed in the shell's own two probe paths; an endpoint cannot open one.
 
     Handlers raise ``InvalidRequestError``, ``OverloadedError``, ``EngineDeadError``, ``EngineNotReadyError``; the shell
-    turns them into the error form. A route that collides with another endpoint's refuses the start.
+    turns them into the error form. A route that may collide with another endpoint's refuses the start, whatever its
+    parameters are called or take; each route names its methods, and GET claims HEAD as well.
 
     ``access`` says which keys open the routes: ``"admin"`` ones take an admin key only, and a server without any admin
     key refuses to start with such an endpoint.
@@ -101,7 +102,8 @@ class Endpoint(ABC):
     access: ClassVar[Literal["api", "admin"]] = "api"
 
     @abstractmethod
-    def routes(self) -> APIRouter: ...
+    def routes(self) -> APIRouter:
+        """HTTP routes alone, each of named methods. Asked for once: routes added later are not served."""
 
     def error_body(self, failure: RequestFailure) -> Mapping[str, object]:
         """JSON body of an error on this endpoint's routes; the OpenAI form by default."""
@@ -111,4 +113,4 @@ class Endpoint(ABC):
         """Application start."""
 
     async def stop(self) -> None:
-        """Application end; open streams are already closed."""
+        """Application end; open streams are already closed. Given up after a few seconds."""

@@ -131,9 +131,8 @@ def spec_from_wire(wire: WireSpec, classes: Mapping[str, type[KVCacheSpec]]) -> 
     """Rebuild a spec. ``classes`` maps installed ``kv_cache_spec`` names; raises ``ConfigError`` for an unknown one."""
     spec_class = classes.get(wire.kind)
     if spec_class is None:
-        raise ConfigError(
-            f"KV cache spec {wire.kind!r} has no plugin; installed: {', '.join(sorted(classes)) or 'none'}"
-        )
+        known = ", ".join(sorted(classes)) or "none"
+        raise ConfigError(f"KV cache spec {wire.kind!r} has no plugin; installed: {known}")
     return msgspec.msgpack.decode(wire.fields, type=spec_class)
 
 

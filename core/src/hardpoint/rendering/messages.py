@@ -51,9 +51,8 @@ def _check_counts(messages: Sequence[Any]) -> None:
 
 def _check_count(items: Any, field: str, limit: int) -> None:
     if isinstance(items, Sequence) and not isinstance(items, str) and len(items) > limit:
-        raise InvalidRequestError(
-            f"{field} has {len(items)} entries; at most {limit} are allowed", param=field, code="invalid_value"
-        )
+        message = f"{field} has {len(items)} entries; at most {limit} are allowed"
+        raise InvalidRequestError(message, param=field, code="invalid_value")
 
 
 def _content_length(message: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +17,12 @@ from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError, EngineNotReadyError, InvalidRequestError, PluginConflictError, PluginLoadError
 from hardpoint.interfaces import Endpoint, EngineClient
 from hardpoint.server.errors import install_handlers
-from hardpoint.server.guards import PROBES, AdminRoute, BodyGuard, HostGuard, KeyGuard, RequestId
+from hardpoint.server.guards import PROBES, AdminRoute, BodyGuard, ExitGuard, HostGuard, KeyGuard, RequestId
+
+_logger = logging.getLogger("hardpoint.server")
+Keys = Sequence[str]
+STOP_S = 4.0
+"""What an endpoint gets to stop."""
 
 
 class Engines:
@@ -66,11 +73,7 @@ class Engines:
 
 
 def create_app(
-    config: ServerConfig,
-    engines: Engines,
-    endpoints: Mapping[str, Endpoint],
-    keys: Sequence[str],
-    admin_keys: Sequence[str] = (),
+    config: ServerConfig, engines: Engines, endpoints: Mapping[str, Endpoint], keys: Keys, admin_keys: Keys = ()
 ) -> Callable[..., Any]:
     """The guarded application.
 
@@ -81,18 +84,26 @@ def create_app(
     # Without a schema there are no pages that show it either; a redirect would be built from the Host header.
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     _add_probes(app, engines)
+    app.add_middleware(ExitGuard)
     install_handlers(app, _mount(app, endpoints, bool(admin_keys)))
     return RequestId(HostGuard(KeyGuard(BodyGuard(app, config), keys, admin_keys), config))
 
 
 @asynccontextmanager
-async def started(endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
-    """Runs the endpoints' start, and the stop of those that started. An error of a start is raised as it is."""
+async def started(endpoints: Mapping[str, Endpoint]) -> AsyncIterator[bool]:
+    """Runs the endpoints' start, and the stop of those that started. Their errors are raised as they are."""
     async with AsyncExitStack() as stack:
-        for endpoint in endpoints.values():
+        for name, endpoint in endpoints.items():
             await endpoint.start()
-            stack.push_async_callback(endpoint.stop)
-        yield
+            stack.push_async_callback(_stop, name, endpoint)
+        yield True
+
+
+async def _stop(name: str, endpoint: Endpoint) -> None:
+    try:
+        await asyncio.wait_for(endpoint.stop(), STOP_S)
+    except TimeoutError:
+        _logger.warning("endpoint %r did not stop within %g s and is left behind", name, STOP_S)
 
 
 def _add_probes(app: FastAPI, engines: Engines) -> None:

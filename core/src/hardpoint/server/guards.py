@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.config import ServerConfig
+from hardpoint.errors import PluginError
 from hardpoint.interfaces.endpoint import RequestFailure
 from hardpoint.server.keys import is_loopback
 
@@ -108,6 +109,18 @@ def _host_name(location: str) -> str | None:
     """The name in ``name[:port]``; None for anything else, such as user information or a path."""
     match = _HOST.fullmatch(location)
     return (match[1] or match[2]).lower() if match else None
+
+
+class ExitGuard(_Guard):
+    """Around the routes alone: what is no ``Exception``, such as ``SystemExit``, fails a request and not the server."""
+
+    async def admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise PluginError(f"the route raised {type(error).__name__}: {error}") from error
 
 
 class KeyGuard(_Guard):

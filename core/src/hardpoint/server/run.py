@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import faulthandler
 import logging
+import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -33,6 +35,10 @@ _logger = logging.getLogger("hardpoint.server")
 _BACKLOG = 2048
 _ECHO_S = 0.5
 """Supervisors may signal a process and its group at once: a second signal so soon is the first one's echo."""
+_END_S = 12.0
+"""What everything after the last answer gets, plugins' own stops included; then the process is left."""
+_EXIT_S = 3.0
+"""The same for the interpreter's own end, which waits for threads."""
 _FLUSH_S = 2
 """What finished answers get to reach their clients before connections are cut, whole seconds."""
 
@@ -52,8 +58,18 @@ def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
         engines = Engines([name])
         endpoints = _create_endpoints(config, launch.runtime, engines)
         app = create_app(config.server, engines, endpoints, keys, admin_keys)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Service(config.server, launch, engines, endpoints).run(app, listener))
+        with asyncio.Runner(loop_factory=uvicorn.Config(app).get_loop_factory()) as runner:
+            loop = runner.get_loop()
+            service = _Service(config.server, launch, engines, endpoints)
+            task = loop.create_task(service.run(app, listener))
+            while not task.done():
+                try:
+                    loop.run_until_complete(task)
+                except SystemExit:
+                    # A task of a plugin raised it, which stops the loop; whoever waits for that task is told as well.
+                    _logger.exception("a plugin called for the end of the server, which goes on")
+            task.result()
+            service.leave_by = time.monotonic() + _EXIT_S
     return 0
 
 
@@ -91,13 +107,9 @@ def _create_endpoints(config: AppConfig, runtime: PluginRuntime, engines: Engine
     loggers: dict[str, StatLogger] = runtime.create_all("stat_logger")
     for logger in loggers.values():
         logger.interval_s = config.log_interval_s
-    facts = ServerFacts(
-        version=__version__,
-        created=int(time.time()),
-        max_body_bytes=config.server.max_body_bytes,
-        endpoints=config.server.endpoints,
-        request_timeout_s=config.server.request_timeout_s,
-    )
+    server = config.server
+    limits: dict[str, Any] = {"max_body_bytes": server.max_body_bytes, "request_timeout_s": server.request_timeout_s}
+    facts = ServerFacts(__version__, int(time.time()), endpoints=server.endpoints, **limits)
     exporters = tuple(logger for logger in loggers.values() if isinstance(logger, MetricsExporter))
 
     def context(endpoint: str) -> PluginContext:
@@ -119,66 +131,76 @@ class _Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stopped_at: float | None = None
+        self.leave_by = float("inf")
 
     async def run(self, app: Callable[..., Any], listener: socket.socket) -> None:
         """Raises what stops the engine's start."""
-        settings = uvicorn.Config(
-            app,
-            http=bounded_protocol(self._config.max_header_bytes),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_FLUSH_S,
-        )
-        server = HttpServer(settings)
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
+        http = bounded_protocol(self._config.max_header_bytes)
+        server = HttpServer(uvicorn.Config(app, http=http, ws="none", timeout_graceful_shutdown=_FLUSH_S, **quiet))
+        threading.Thread(target=self._watch, args=(server,), name="watch-end", daemon=True).start()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        async with started(self._endpoints):
-            http = asyncio.create_task(server.serve([listener]), name="http")
+            # Not the loop's own handlers, which run no more once a plugin blocks the loop.
+            signal.signal(number, lambda *_: self._on_signal(loop))
+        async with contextlib.AsyncExitStack() as stack:
+            if await self._unless_stopped(stack.enter_async_context(started(self._endpoints))) is None:
+                return
+            serving = asyncio.create_task(server.serve([listener]), name="http")
             print(self._headline(listener), flush=True)
             try:
                 await self._serve_engine()
             finally:
                 server.should_exit = True
                 server.force_exit = self._hurry.is_set()
-                await http
+                await serving
 
     async def _serve_engine(self) -> None:
-        engine = await self._start_engine()
+        begun = time.monotonic()
+        engine = await self._unless_stopped(AsyncLLM.start(self._launch.spec, self._launch.runtime))
         if engine is None:
             return
+        _logger.info("%s is ready after %.1f s", self._name, time.monotonic() - begun)
         try:
             self._engines.add(self._name, engine)
             await self._stop.wait()
             _logger.info("stopping: %d running requests get %g s", engine.num_unfinished, self._config.drain_timeout_s)
             await _first(engine.drain(self._config.drain_timeout_s), self._hurry.wait())
+            self.leave_by = time.monotonic() + _END_S
         finally:
             # What still runs now ends with its terminal event.
             await engine.shutdown(drain=False)
 
-    async def _start_engine(self) -> AsyncLLM | None:
-        """None when a signal came first."""
-        begun = time.monotonic()
-        starting = asyncio.create_task(AsyncLLM.start(self._launch.spec, self._launch.runtime), name="engine-start")
-        await _first(asyncio.shield(starting), self._stop.wait())
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait({starting})
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work``; None, with ``work`` cancelled, when a signal came first."""
+        task = asyncio.create_task(work)
+        await _first(asyncio.shield(task), self._stop.wait())
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
             return None
-        engine = starting.result()
-        _logger.info("%s is ready after %.1f s", self._name, time.monotonic() - begun)
-        return engine
+        return task.result()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
         if self._stopped_at is None:
-            self._stopped_at = now
-            self._engines.draining = True
-            self._stop.set()
+            self._stopped_at, self._engines.draining = now, True
+            self.leave_by, event = now + self._config.drain_timeout_s + _END_S, self._stop
         elif now - self._stopped_at > _ECHO_S:
-            self._hurry.set()
+            self.leave_by, event = min(self.leave_by, now + _END_S), self._hurry
+        else:
+            return
+        with contextlib.suppress(RuntimeError):  # The loop is closed: only leaving is left.
+            loop.call_soon_threadsafe(event.set)
+
+    def _watch(self, server: HttpServer) -> None:
+        """Body of a thread: no plugin that hangs, or leaves threads behind, keeps a stopped server from its end."""
+        while time.monotonic() < self.leave_by:
+            time.sleep(0.1)
+        _logger.warning("the server does not end by itself and is cut off; this is what keeps it:")
+        faulthandler.dump_traceback()
+        # Children end with this process.
+        os._exit(1 if server.server_state.tasks else 0)
 
     def _headline(self, listener: socket.socket) -> str:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
@@ -195,12 +217,3 @@ async def _first(*waits: Any) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, else asyncio's own."""
-    if importlib.util.find_spec("uvloop") is None:
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
