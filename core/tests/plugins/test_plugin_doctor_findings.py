@@ -205,6 +205,13 @@ def test_verbose_shows_what_is_behind_a_line(only_site: Site, capsys: pytest.Cap
     assert "acme.mod:c, API v1," in capsys.readouterr().out
 
 
+def test_kits_are_shown_to_those_who_ask(only_site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    only_site.install("acme", {"hash:h": "acme.mod:c", "conformance:hash.h": "acme.mod:c"}, modules=MODULE)
+    for words, is_shown in (([], False), (["-v"], True), (["conformance"], True), (["--json"], True)):
+        run_plugins(["list", *words])
+        assert ("hash.h" in capsys.readouterr().out) is is_shown, words
+
+
 def test_no_color_is_heeded(
     only_site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,8 @@ def _lines(report: DoctorReport, paint: Paint, verbose: bool, only: str | None) 
     yield f"hardpoint {report.core_version}, {report.num_distributions} distributions scanned"
     yield from (f"environment: {name}={plain(value)}" for name, value in report.environment.items())
     for kind in report.kinds:
-        if only != kind.kind if only else not kind.plugins:
+        # Kits concern authors only. The fault of one is among the warnings or problems anyway.
+        if only != kind.kind if only else not kind.plugins or (kind.kind == "conformance" and not verbose):
             continue
         yield f"{paint(kind.kind, 'title')}  ({kind.cardinality}, in {'+'.join(kind.roles)})" + (
             "" if kind.plugins else ": none installed"
