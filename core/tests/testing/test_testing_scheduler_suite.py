@@ -26,6 +26,7 @@ from hardpoint.testing.suite_runner import run_suite
 def make_suite(kind: type[FakeScheduler]) -> type[SchedulerSuite]:
     class Suite(SchedulerSuite):
         row_failures: ClassVar[bool] = False
+        log_probabilities: ClassVar[bool] = False
 
         def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
             return kind(ctx.limits, num_blocks=ctx.kv_cache.num_blocks, block_size=BLOCK_SIZE)
@@ -153,6 +154,7 @@ DECLARED = {
     "deadlines": "test_a_passed_deadline_aborts",
     "unchunked": "test_without_chunking_a_prompt_is_computed_at_once",
     "row_failures": "test_a_failed_row_ends_its_request_only",
+    "log_probabilities": "test_log_probabilities_reach_the_request",
 }
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import FinishReason, PauseMode, Scheduler, SchedulerContext, SchedulerLimits
-from hardpoint.interfaces.step import RowFailure
+from hardpoint.interfaces.request import TokenLogprobs
+from hardpoint.interfaces.step import LogprobArrays, RowFailure
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.scheduler_benchmark import measure
 from hardpoint.testing.scheduler_loop import SchedulerLoop, make_request, scheduler_context, solo_tokens
@@ -26,7 +27,8 @@ class SchedulerSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.Scheduler`, over a worker whose tokens depend on the KV it reads.
 
     Switches declare optional behavior: ``max_inflight_steps`` above 1, ``preempts`` requests when blocks run out,
-    ``caches_prefixes``, keeps ``deadlines``, obeys ``chunked_prefill=False``, ends rows of a ``RowFailure``.
+    ``caches_prefixes``, keeps ``deadlines``, obeys ``chunked_prefill=False``, ends rows of a ``RowFailure``, hands on
+    ``log_probabilities``.
     """
 
     kind: ClassVar[str] = "scheduler"
@@ -37,6 +39,7 @@ class SchedulerSuite(PluginSuite):
     deadlines: ClassVar[bool] = False
     unchunked: ClassVar[bool] = False
     row_failures: ClassVar[bool] = True
+    log_probabilities: ClassVar[bool] = True
 
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
         """The scheduler under test, as its factory makes it."""
@@ -251,6 +254,38 @@ class SchedulerSuite(PluginSuite):
         assert loop.ends["a"].error == "not finite"
         loop.run()
         assert loop.tokens["b"] == solo_tokens(PROMPT[:5], 6)
+        loop.check_empty()
+
+    def test_log_probabilities_reach_the_request(self, make_loop: Callable[..., SchedulerLoop]) -> None:
+        """R6.20: of the sampled token, of each token of the prompt, and of nobody else's."""
+        if not self.log_probabilities:
+            pytest.skip("the scheduler declares that it hands on no log-probabilities")
+        loop = make_loop()
+        for name, prompt, wanted in (("a", PROMPT[:4], {"logprobs": 1, "prompt_logprobs": 1}), ("b", PROMPT[:3], {})):
+            plain = make_request(name, prompt, 2)
+            sampling = msgspec.structs.replace(plain.sampling, **wanted)
+            loop.add(msgspec.structs.replace(plain, sampling=sampling))
+        step, output = loop.schedule()
+        place = step.slots.tolist().index(next(row.slot for row in step.new_rows if row.request_id == "a"))
+        counts = output.num_sampled.tolist()
+        token = int(output.token_ids[sum(counts[:place])])
+        assert counts[place] == 1
+        prompt_ids = np.asarray([[PROMPT[i + 1], 7] for i in range(3)] + [[token, 7]], dtype=np.int32)
+        values = np.arange(8, dtype=np.float32).reshape(4, 2) - 9
+        everywhere, ranks = np.full(4, place, dtype=np.int32), np.ones(4, dtype=np.int32)
+        told = msgspec.structs.replace(
+            output,
+            logprobs=LogprobArrays(everywhere[:1], prompt_ids[3:], values[3:], ranks[:1]),
+            prompt_logprobs=LogprobArrays(everywhere, prompt_ids, values, ranks),
+        )
+        outputs = {entry.request_id: entry for entry in loop.scheduler.update(step, told)}
+        loop.collect(outputs.values())
+        expected = [TokenLogprobs(ids.tolist(), row.tolist(), 1) for ids, row in zip(prompt_ids, values, strict=True)]
+        assert outputs["a"].logprobs == expected[3:]
+        assert outputs["a"].prompt_logprobs == [None, *expected[:3]]
+        assert not outputs["b"].logprobs
+        assert not outputs["b"].prompt_logprobs
+        loop.run()
         loop.check_empty()
 
     def test_preemption_changes_no_token(self, make_loop: Callable[..., SchedulerLoop]) -> None:

@@ -90,8 +90,11 @@ class MultipleChoice(IOProcessor):
         """Sum, or mean, of the log-probabilities of the choice's tokens."""
         positions = (output.prompt_logprobs or ())[request.state["num_question_tokens"] :]
         logprobs = [position.chosen.logprob for position in positions if position is not None]
+        if not logprobs:
+            message = "this engine gives no log-probabilities of prompts"
+            raise InvalidRequestError(message, code="unsupported", status=501)
         total = math.fsum(logprobs)
-        return total / max(len(logprobs), 1) if self._options.per_token else total
+        return total / len(logprobs) if self._options.per_token else total
 
 
 @plugin("io_processor", options=Options)

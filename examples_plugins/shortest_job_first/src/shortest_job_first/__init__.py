@@ -20,6 +20,7 @@ from hardpoint.interfaces import (
     EngineRequest,
     FinishReason,
     FullAttentionSpec,
+    LogprobArrays,
     NewRow,
     PauseMode,
     RunnerOutput,
@@ -28,6 +29,7 @@ from hardpoint.interfaces import (
     SchedulerLimits,
     SchedulerOutput,
     SchedulerStats,
+    TokenLogprobs,
     plugin,
     spec_from_wire,
 )
@@ -51,6 +53,7 @@ class Live:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     entered: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     passed_over: int = 0
 
     @property
@@ -60,6 +63,17 @@ class Live:
 
 def _int32(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, dtype=np.int32)
+
+
+def by_row(arrays: LogprobArrays | None) -> dict[int, list[TokenLogprobs]]:
+    """Log-probabilities of a step by row, in the order of positions; -1 pads what a row did not ask for."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    if arrays is not None:
+        columns = (arrays.rows, arrays.token_ids, arrays.logprobs, arrays.ranks)
+        for row, ids, logprobs, rank in zip(*(column.tolist() for column in columns), strict=True):
+            width = ids.index(-1) if -1 in ids else len(ids)
+            found.setdefault(row, []).append(TokenLogprobs(ids[:width], logprobs[:width], rank))
+    return found
 
 
 class ShortestJobFirst(Scheduler):
@@ -130,13 +144,17 @@ class ShortestJobFirst(Scheduler):
                 self._release(live)
                 outputs.append(EngineOutput(live.record.request_id, [], FinishReason.ERROR, error=failure.reason))
         cursor = 0
-        for slot, generation, count in zip(output.slots, output.generations, output.num_sampled, strict=True):
-            ids = output.token_ids[cursor : cursor + int(count)].tolist()
-            cursor += int(count)
-            live = by_slot.get(int(slot))
-            if live is None or live.generation != int(generation) or not ids:
+        sampled, prompts = by_row(output.logprobs), by_row(output.prompt_logprobs)
+        columns = (output.slots.tolist(), output.generations.tolist(), output.num_sampled.tolist())
+        for row, (slot, generation, count) in enumerate(zip(*columns, strict=True)):
+            ids = output.token_ids[cursor : cursor + count].tolist()
+            cursor += count
+            live = by_slot.get(slot)
+            if live is None or live.generation != generation:
                 continue
-            outputs.append(self._accept(live, ids[0]))
+            live.prompt_logprobs += prompts.get(row, [])
+            if ids:
+                outputs.append(self._accept(live, ids[0], sampled.get(row)))
         return outputs
 
     def has_work(self) -> bool:
@@ -218,7 +236,7 @@ class ShortestJobFirst(Scheduler):
             sampling=live.record.sampling,
         )
 
-    def _accept(self, live: Live, token: int) -> EngineOutput:
+    def _accept(self, live: Live, token: int, logprobs: list[TokenLogprobs] | None) -> EngineOutput:
         live.tokens.append(token)
         sampling = live.record.sampling
         reason: FinishReason | None = None
@@ -232,7 +250,13 @@ class ShortestJobFirst(Scheduler):
             reason = FinishReason.LENGTH
         if reason is not None:
             self._release(live)
-        return EngineOutput(live.record.request_id, [token], reason, stop_reason)
+        prompt: list[TokenLogprobs | None] | None = None
+        if live.num_outputs == 1 and sampling.prompt_logprobs is not None:
+            # The first token of a prompt follows nothing, and what follows its last one was sampled.
+            prompt = [None, *live.prompt_logprobs[: len(live.record.prompt_token_ids) - 1]]
+        return EngineOutput(
+            live.record.request_id, [token], reason, stop_reason, logprobs=logprobs, prompt_logprobs=prompt
+        )
 
     def _release(self, live: Live) -> None:
         if live in self.waiting:
