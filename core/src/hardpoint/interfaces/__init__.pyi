@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hardpoint.interfaces.attention import (
     AttentionBackend, AttentionImpl, AttentionKind, AttentionLayerParams, AttentionMetadataBuilder, AttentionNeed,
-    CommonAttentionMetadata, DraftUpdatable, GraphSupport, KVWriteMode,
+    CommonAttentionMetadata, GraphSupport, KVWriteMode,
 )
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
@@ -64,7 +64,7 @@ __all__ = [
     "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
     "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "CliCommand",
     "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream",
-    "Deferred", "DeviceDescription", "DeviceMap", "DraftUpdatable", "Endpoint", "EndpointContext", "EngineClient",
+    "Deferred", "DeviceDescription", "DeviceMap", "Endpoint", "EndpointContext", "EngineClient",
     "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
     "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport",
     "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool",

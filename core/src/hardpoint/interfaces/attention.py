@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.block_size import BlockSizeRule as BlockSizeRule
 from hardpoint.interfaces.kv_cache import AttentionSpec
@@ -123,14 +123,6 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> Any:
         """Metadata for this backend's ``forward``. No host-device synchronization. ``fast``: skip costly planning."""
-
-
-@runtime_checkable
-class DraftUpdatable(Protocol):
-    """A metadata builder that can move its metadata on by one draft token instead of building it again."""
-
-    def update_for_draft(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
-        """``metadata`` of the previous draft step, now for ``common``; no host-device synchronization."""
 
 
 class AttentionImpl(ABC):
