@@ -31,6 +31,7 @@ from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
 
 PromptLike = str | Sequence[int] | Prompt
+Prompts = PromptLike | Sequence[PromptLike]
 ROLES = frozenset({ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
 DEFAULT_MAX_TOKENS = 256
 """Where a call gives no params: a model that never ends its text should not fill the whole context unasked."""
@@ -75,7 +76,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         options: RequestOptions | None = None,
@@ -92,11 +93,7 @@ class LLM:
         return self._run(processed, show_progress)
 
     def stream(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: SamplingParams,
-        *,
-        options: RequestOptions | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, options: RequestOptions | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield ``(index of the prompt, output)`` as outputs come, all prompts in one batch.
 

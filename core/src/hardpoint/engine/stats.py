@@ -12,6 +12,7 @@ from hardpoint.errors import PluginError
 from hardpoint.interfaces.stat_logger import RequestFinished, StatLogger, StepObserved, TokensEmitted
 
 _METHODS = {StepObserved: "on_step", RequestFinished: "on_finished", TokensEmitted: "on_tokens"}
+FailurePolicy = Callable[[str, Exception], None]
 _logger = logging.getLogger("hardpoint.engine")
 
 
@@ -21,9 +22,7 @@ class StatFanout:
     Nothing raises here, whatever ``quarantine`` makes of it: requests are under way, and statistics may not harm them.
     """
 
-    def __init__(
-        self, loggers: Mapping[str, StatLogger], quarantine: Callable[[str, Exception], None] | None = None
-    ) -> None:
+    def __init__(self, loggers: Mapping[str, StatLogger], quarantine: FailurePolicy | None = None) -> None:
         self.loggers = dict(loggers)
         self._quarantine = quarantine
 
