@@ -182,6 +182,6 @@ def test_an_unknown_distribution_gets_a_suggestion(made: Path) -> None:
 
 
 def test_capabilities_must_be_plain() -> None:
-    declaration: PluginDeclaration[object] = PluginDeclaration("hash", capabilities={"kernel": object()})
+    declaration: PluginDeclaration = PluginDeclaration("hash", capabilities={"kernel": object()})
     with pytest.raises(PluginError, match="capabilities of hash:mine are no plain data"):
         manifest_text({("hash", "mine"): declaration})

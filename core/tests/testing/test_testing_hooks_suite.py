@@ -80,7 +80,7 @@ class Unmarked(Audit):
 
 class AsksForMore(Audit):
     @hookimpl
-    def step_finished(self, stats: Any, scheduler: Any) -> None:
+    def step_finished(self, stats: Any, scheduler: Any) -> None:  # type: ignore[override]
         """No process passes a scheduler."""
 
 
@@ -96,7 +96,7 @@ class Deaf:
 
 class NeedsARank(Audit):
     @hookimpl
-    def process_started(self, rank: int) -> None:
+    def process_started(self, rank: int) -> None:  # type: ignore[override]
         self.port = 9000 + rank
 
 
