@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from mypy import api
 
 from workspace import ROOT
@@ -28,6 +29,7 @@ MIXED = (
 )
 
 
+@pytest.mark.slow
 def test_mixing_the_kinds_fails_type_checking(tmp_path: Path) -> None:
     """R12.38, P12.8."""
     lines = dict(enumerate([*SOUND, *MIXED]))

@@ -175,6 +175,7 @@ HANGS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HANGS)
 def test_a_hanging_endpoint_does_not_keep_the_server(run: Callable[..., Hostile], name: str) -> None:
     """Every answer was delivered, so it is an orderly end; the log says what hung."""
@@ -196,6 +197,7 @@ def test_a_hanging_start_is_given_up(run: Callable[..., Hostile]) -> None:
     assert server.end(within_s=10) == 0
 
 
+@pytest.mark.slow
 def test_a_stat_logger_that_blocks_the_loop_does_not_keep_the_server(run: Callable[..., Hostile]) -> None:
     server = run("stat_logger", LOGGER.replace("def flush", "interval_s = 3600.0\n\n    def flush"))
     server.wait_ready()
@@ -204,6 +206,7 @@ def test_a_stat_logger_that_blocks_the_loop_does_not_keep_the_server(run: Callab
     assert "in flush" in server.errors.read_text()
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_came_shows_in_the_exit_status(run: Callable[..., Hostile]) -> None:
     server = run("endpoint", endpoint())
     server.wait_ready()

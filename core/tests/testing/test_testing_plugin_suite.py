@@ -11,7 +11,9 @@ from typing import ClassVar
 
 import pytest
 
+import hardpoint.launch
 from hardpoint.errors import PluginLoadError
+from hardpoint.interfaces import Scheduler
 from hardpoint.plugins.discovery import discover
 from hardpoint.testing import plugin_suite
 from hardpoint.testing.kits import kinds_with_kit, kit_of, suite_for
@@ -61,6 +63,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin_suite._plan.cache_clear()
     monkeypatch.chdir(tmp_path)
+    # Faulty plugins replace these, here as well once they are imported: this way they are put back.
+    monkeypatch.setattr(hardpoint.launch, "prepare", hardpoint.launch.prepare)
+    monkeypatch.setattr(Scheduler, "has_work", Scheduler.has_work)
     handler = signal.getsignal(signal.SIGTERM)
     yield tmp_path
     signal.signal(signal.SIGTERM, handler)

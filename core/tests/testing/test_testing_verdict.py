@@ -84,6 +84,7 @@ def test_a_crash_is_a_verdict(site: Path, capsys: pytest.CaptureFixture[str], bo
     assert told in text
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_limit(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "time.sleep(60)")
     status, text = judge(capsys, "--timeout", "4")
@@ -159,6 +160,7 @@ def test_children_of_a_plugin_hold_nobody_up(site: Path, capsys: pytest.CaptureF
         assert ends(pid)
 
 
+@pytest.mark.slow
 def test_children_end_with_a_plugin_that_hangs(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     child = f"child = subprocess.Popen(['sleep', '35']); {NOTE_PID}"
     install(site, prelude=f"import subprocess; {child}; time.sleep(60)")

@@ -23,7 +23,7 @@ def page(block_size: int = 16, per_token: int = 100, *rules: BlockSizeRule) -> P
 
 
 def shape(size: PageSize) -> tuple[int, int, int]:
-    return size.block_size, size.content_bytes, size.page_bytes
+    return size.block_size, size.used_bytes, size.page_bytes
 
 
 def test_a_large_state_enlarges_the_block() -> None:
@@ -95,6 +95,6 @@ def test_the_result_equals_a_search(
         return
     result = align(start, states, others)
     assert result.block_size == third
-    assert result.content_bytes == third * per_token
-    assert result.page_bytes >= max(state, other, result.content_bytes)
+    assert result.used_bytes == third * per_token
+    assert result.page_bytes >= max(state, other, result.used_bytes)
     assert all(rule.accepts(result.block_size) for rule in rules)

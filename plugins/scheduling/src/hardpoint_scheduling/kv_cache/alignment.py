@@ -24,19 +24,19 @@ DTYPE_PHASE = 3
 class PageSize:
     """The main attention layers' block and what every page of the pool takes.
 
-    ``content_bytes`` is what a main page holds, ``page_bytes`` that and its padding. ``rules`` are the sizes each
+    ``used_bytes`` is what a main page holds, ``page_bytes`` that and its padding. ``rules`` are the sizes each
     attention backend accepts, by its name; where a state spans several tokens, their number is one more rule.
     """
 
     block_size: int
-    content_bytes: int
+    used_bytes: int
     page_bytes: int
     rules: Mapping[str, BlockSizeRule]
 
     @classmethod
-    def of(cls, block_size: int, content_bytes: int, rules: Mapping[str, BlockSizeRule]) -> PageSize:
+    def of(cls, block_size: int, used_bytes: int, rules: Mapping[str, BlockSizeRule]) -> PageSize:
         """The main layers' page as phase 1 left it."""
-        return cls(block_size, content_bytes, content_bytes, rules)
+        return cls(block_size, used_bytes, used_bytes, rules)
 
 
 def align_hybrid(size: PageSize, state_bytes: int) -> PageSize:
@@ -72,10 +72,10 @@ def align(size: PageSize, state_pages: Iterable[int] = (), other_pages: Iterable
 def _grown(size: PageSize, needed: int, phase: int, what: str) -> PageSize:
     """The smallest accepted block with a page of at least ``needed`` bytes; the change is logged with its phase."""
     # A block holds a whole number of states, so its bytes grow in proportion to its tokens.
-    grown = smallest_block_size(size.rules, -(-needed * size.block_size // size.content_bytes))
-    content = size.content_bytes * grown // size.block_size
+    grown = smallest_block_size(size.rules, -(-needed * size.block_size // size.used_bytes))
+    content = size.used_bytes * grown // size.block_size
     _logger.info(
         "KV block size %d, set by phase %d of alignment (was %d): its page of %d bytes covers %s of %d bytes",
         *(grown, phase, size.block_size, content, what, needed),
     )
-    return replace(size, block_size=grown, content_bytes=content, page_bytes=content)
+    return replace(size, block_size=grown, used_bytes=content, page_bytes=content)
