@@ -16,6 +16,19 @@ _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_
 
 _KITS = ("core/tests/testing/", "plugins/testing_torch/tests/")
 _MUTANTS = ("test_a_mutant_", "test_a_faulty_", "test_faulty_")
+# Files that mostly start processes and wait for them; what they guard is covered by quicker tests as well.
+_SLOW = (
+    *("core/tests/testing/test_testing_platform_suite.py", "core/tests/testing/test_testing_probing.py"),
+    *("core/tests/testing/test_testing_plugin_suite.py", "core/tests/testing/test_testing_scheduler_suite.py"),
+    *("plugins/testing_torch/tests/test_testing_torch_custom_op_suite.py",),
+    *("plugins/testing_torch/tests/test_testing_torch_kernel_override_suite.py",),
+    *("plugins/testing_torch/tests/test_testing_torch_worker_suite.py",),
+    *("plugins/models/tests/test_models_suite.py", "plugins/model_io/tests/test_model_io_gguf_weights.py"),
+    *("tests/architecture/test_arch_import_order.py", "tests/docs/test_docs_example_plugins.py"),
+    *("tests/end_to_end/test_e2e_kernel_plugins.py", "tests/end_to_end/test_e2e_minimal_platform.py"),
+    *("tests/process/test_process_admin.py", "tests/process/test_process_hooks.py"),
+    *("tests/plugin_matrix/test_matrix_scaffold.py",),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         place = item.path.relative_to(config.rootpath).as_posix()
-        if place.startswith(_KITS) and item.name.startswith(_MUTANTS):
+        if place in _SLOW or (place.startswith(_KITS) and item.name.startswith(_MUTANTS)):
             item.add_marker(pytest.mark.slow)
 
     def rank(item: pytest.Item) -> int:
