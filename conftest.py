@@ -16,7 +16,7 @@ _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_
 
 _KITS = ("core/tests/testing/", "plugins/testing_torch/tests/")
 _MUTANTS = ("test_a_mutant_", "test_a_faulty_", "test_faulty_")
-# Files that mostly start processes and wait for them; what they guard is covered by quicker tests as well.
+# Files that mostly start processes and wait for them: for the slow tier, which is part of what every change must pass.
 _SLOW = (
     *("core/tests/testing/test_testing_platform_suite.py", "core/tests/testing/test_testing_probing.py"),
     *("core/tests/testing/test_testing_plugin_suite.py", "core/tests/testing/test_testing_scheduler_suite.py"),
