@@ -119,7 +119,7 @@ def test_the_introduction_leads_to_files_that_are_there() -> None:
 
 
 @pytest.mark.slow
-@EACH
+@pytest.mark.parametrize("example", [HELLO], ids=["hello_endpoint"])
 def test_pip_installs_it(example: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     arguments = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), str(example)]
