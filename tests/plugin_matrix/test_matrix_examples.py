@@ -30,7 +30,7 @@ SMALL = ("--num-kv-blocks", "64", "--dtype", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How an example is selected for a generation. ``same`` says whether the tokens must be those without it, or None."""
+    """How an example is selected for a generation. ``same``: must the tokens be those without it? None: they may be."""
 
     flags: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
