@@ -25,7 +25,8 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.testing import FakeWorker, next_token
-from hardpoint_scheduling.schedulers.fcfs import FcfsScheduler, create
+from hardpoint_scheduling.schedulers.factories import create_fcfs
+from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 
 BLOCK = 4
 
@@ -52,7 +53,7 @@ def make_scheduler(
     extensions: tuple[SchedulerExtension, ...] = (),
     clock: Any = None,
     **changes: Any,
-) -> FcfsScheduler:
+) -> BatchScheduler:
     context = SchedulerContext(
         name="fcfs",
         api_version=1,
@@ -61,8 +62,8 @@ def make_scheduler(
         kv_cache=kv_cache if kv_cache is not None else kv_config(num_blocks),
         extensions=extensions,
     )
-    scheduler = create(context, NoOptions(), **({} if clock is None else {"clock": clock}))
-    assert isinstance(scheduler, FcfsScheduler)
+    scheduler = create_fcfs(context, NoOptions(), **({} if clock is None else {"clock": clock}))
+    assert isinstance(scheduler, BatchScheduler)
     return scheduler
 
 
@@ -102,7 +103,7 @@ def answer(step: SchedulerOutput, tokens: Sequence[int] | int = 50, **fields: An
 class Loop:
     """A scheduler and a fake worker, stepped one by one with the integrity check after each."""
 
-    scheduler: FcfsScheduler
+    scheduler: BatchScheduler
     worker: FakeWorker
     outputs: dict[str, list[EngineOutput]] = field(default_factory=dict)
     steps: list[SchedulerOutput] = field(default_factory=list)

@@ -11,7 +11,7 @@ from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection
 from hardpoint.testing import FakeWorker
-from hardpoint_scheduling.schedulers.fcfs import FcfsScheduler
+from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from sched_support import BLOCK, Loop, expected, limits, request, spec
 
 
@@ -27,7 +27,7 @@ def test_layout_and_scheduler_work_through_the_plugin_runtime() -> None:
     base = runtime.context("scheduler", "fcfs")
     common = {field.name: getattr(base, field.name) for field in fields(PluginContext)}
     scheduler = runtime.create("scheduler", "fcfs", SchedulerContext(**common, limits=limits(), kv_cache=config))
-    assert isinstance(scheduler, FcfsScheduler)
+    assert isinstance(scheduler, BatchScheduler)
     loop = Loop(scheduler, worker)
     loop.scheduler.add(request("a", range(3, 20)))
     loop.run()

@@ -28,8 +28,8 @@ from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager, create
 from hardpoint_scheduling.kv_cache.hashing import create_sha256
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry, load_registry
-from hardpoint_scheduling.schedulers.fcfs import FcfsScheduler
-from hardpoint_scheduling.schedulers.fcfs import create as create_scheduler
+from hardpoint_scheduling.schedulers.factories import create_fcfs as create_scheduler
+from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from sched_support import kv_config, limits, spec
 
 
@@ -191,7 +191,7 @@ def test_the_scheduler_gets_managers_and_hash_through_plugin_access() -> None:
         kv_cache=kv_config(9),
     )
     scheduler = create_scheduler(context, NoOptions())
-    assert isinstance(scheduler, FcfsScheduler)
+    assert isinstance(scheduler, BatchScheduler)
     assert type(scheduler._state.kv._groups[0].manager) is StateManager
     assert access.asked == [("kv_cache_spec", "full_attention"), ("hash", "sha256")]
 
