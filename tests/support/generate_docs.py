@@ -20,8 +20,7 @@ from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
 from plugin_reference import plugin_reference
-from plugin_rules import PAGE as RULES_PAGE
-from plugin_rules import page as plugin_rules
+from plugin_rules import BOOK as PLUGIN_RULES
 from workspace import ROOT, plugin_distributions
 
 __all__ = ["PAGES", "configuration", "options_models", "plugin_kinds", "plugin_options", "stale_pages"]
@@ -232,7 +231,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration,
     "docs/reference/plugin-kinds.md": plugin_kinds,
     "docs/reference/plugin-options.md": plugin_options,
-    RULES_PAGE: plugin_rules,
+    PLUGIN_RULES.page: PLUGIN_RULES.render,
 }
 
 

@@ -1,24 +1,16 @@
-"""What each rule of the plugin specification means here, and the tests that cite it.
+"""What each rule of the plugin specification means here.
 
-A test cites a rule by its number (``R12.3``, ``P12.1``, ``I12.7``) in its own source. Lessons from other engines have
-no numbers of their own: a test cites them as ``L12.n`` in the order of :data:`LESSONS`.
+Lessons from other engines have no numbers of their own: a test cites them as ``L12.n`` in the order of
+:data:`LESSONS`.
 """
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 
-from workspace import ROOT
+from rule_book import RuleBook
 
-__all__ = ["LESSONS", "PAGE", "RULES", "citations", "cited", "files", "page", "statements", "uncited"]
-
-_CITATION = re.compile(r"\b([RPIL]12\.\d+)\b")
-_SHOWN = 3
-PAGE = "docs/reference/plugin-rules.md"
+__all__ = ["BOOK", "LESSONS", "RULES"]
 
 RULES: Mapping[str, str] = {
     "R12.1": "plugins are entry points: installing the package is all it takes",
@@ -127,77 +119,14 @@ LESSONS: tuple[str, ...] = (
 )
 
 
-@cache
-def citations() -> Mapping[str, tuple[str, ...]]:
-    """Rule to the tests that cite it, as ``path::name``; a file whose first line cites one counts as ``path``.
-
-    Tests of the conformance kit count as well. They come last: they hold others, while the others hold us.
-    """
-    found: dict[str, list[str]] = {}
-    for path in files():
-        source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
-        if not _CITATION.search(source):
-            continue
-        tree = ast.parse(source)
-        for rule in cited(ast.get_docstring(tree)):
-            found.setdefault(rule, []).append(name)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-                for rule in cited(ast.get_source_segment(source, node)):
-                    found.setdefault(rule, []).append(f"{name}::{node.name}")
-    return {rule: tuple(sorted(tests, key=_place)) for rule, tests in found.items()}
-
-
-def cited(text: str | None) -> list[str]:
-    """Numbers of rules in ``text``, whether there are such rules or not."""
-    return sorted(set(_CITATION.findall(text or "")))
-
-
-def _place(test: str) -> tuple[bool, bool, str]:
-    """Single tests before files, tests of this project before rules for others."""
-    return "/src/" in test, "::" not in test, test
-
-
-def files() -> list[Path]:
-    """Every test, and every conformance class."""
-    folders = ("core", "platforms", "plugins", "examples_plugins", "tests")
-    tests = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
-    kits = [*(ROOT / "core/src/hardpoint/testing").glob("*_suite.py")]
-    kits += (ROOT / "plugins/testing_torch/src/hardpoint_testing_torch").glob("*.py")
-    return sorted({*tests, *kits})
-
-
-def statements() -> Mapping[str, str]:
-    """Every rule and lesson by its number."""
-    return {**RULES, **{f"L12.{number}": text for number, text in enumerate(LESSONS, 1)}}
-
-
-def uncited() -> list[str]:
-    """Rules that no test cites."""
-    return [rule for rule in statements() if rule not in citations()]
-
-
-def page() -> str:
-    """The table of rules as Markdown, from ``docs/reference``."""
-    lines = [
-        "<!-- Written by tests/support/generate_docs.py; change the code it reads, then run it with --write. -->",
-        "",
-        "# Plugin rules and the tests that hold them",
-        "",
+BOOK = RuleBook(
+    rules={**RULES, **{f"L12.{number}": text for number, text in enumerate(LESSONS, 1)}},
+    page="docs/reference/plugin-rules.md",
+    title="Plugin rules and the tests that hold them",
+    introduction=(
         "`R12`, `P12` and `I12` are requirements, pitfalls and invariants of the plugin specification; *amended* ones",
         "follow the [deviations](../deviations.md). `L12` are lessons from what authors of plugins suffer elsewhere. A",
         "test cites a rule by its number: `grep -rn R12.3 --include=*.py` finds all of them, this page names a few.",
-        "",
-        "| rule | holds that | tests |",
-        "|---|---|---|",
-    ]
-    for rule, text in statements().items():
-        tests = citations().get(rule, ())
-        more = " and others" if len(tests) > _SHOWN else ""
-        lines.append(f"| {rule} | {text} | {', '.join(map(_link, tests[:_SHOWN]))}{more} |")
-    return "\n".join(lines) + "\n"
-
-
-def _link(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"[`{name or Path(path).name}`](../../{path})"
+    ),
+    complete=(12,),
+)
