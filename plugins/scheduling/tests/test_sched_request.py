@@ -59,10 +59,37 @@ def test_views_cannot_be_written() -> None:
     assert repr(made.token_ids) == "ReadOnlyView([4, 5, 6])"
 
 
+def test_every_final_state_has_one_reason() -> None:
+    """R1.5: final is one comparison; what was refused for its length reports the length."""
+    finals = [status for status in RequestStatus if status.is_finished]
+    assert finals == [status for status in RequestStatus if status >= RequestStatus.STOPPED]
+    assert {status.finish_reason for status in finals} == set(FinishReason) == set(FINAL_STATUS)
+    assert RequestStatus.IGNORED.finish_reason is FinishReason.LENGTH
+    for reason, status in FINAL_STATUS.items():
+        assert status.finish_reason is reason
+    for status in RequestStatus:
+        if not status.is_finished:
+            with pytest.raises(RuntimeError, match=f"{status.name} has no finish reason"):
+                status.finish_reason  # noqa: B018
+
+
+@given(st.lists(st.sampled_from(RequestStatus), max_size=12))
+def test_no_transition_leaves_a_final_state(wanted: list[RequestStatus]) -> None:
+    """I1.8."""
+    made = live()
+    for status in wanted:
+        before = made.status
+        try:
+            made.move_to(status)
+        except RuntimeError:
+            assert made.status is before
+            continue
+        assert not before.is_finished
+        assert made.status is status
+
+
 def test_statuses_follow_the_state_machine() -> None:
     """R1.5, I1.8."""
-    assert [status for status in RequestStatus if status.is_finished] == list(FINAL_STATUS.values())
-    assert set(FINAL_STATUS) == set(FinishReason)
     made = live()
     for status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.RUNNING, RequestStatus.STOPPED):
         made.move_to(status)
@@ -71,6 +98,17 @@ def test_statuses_follow_the_state_machine() -> None:
             made.move_to(status)
     with pytest.raises(RuntimeError, match="from WAITING to PREEMPTED"):
         live().move_to(RequestStatus.PREEMPTED)
+    made = live()
+    for status in (
+        RequestStatus.WAITING_FOR_GRAMMAR,
+        RequestStatus.WAITING,
+        RequestStatus.WAITING_FOR_REMOTE_KV,
+        RequestStatus.WAITING,
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING_FOR_STREAMING_INPUT,
+    ):
+        made.move_to(status)
+        assert made.status.is_blocked == status.name.startswith("WAITING_FOR")
 
 
 def test_a_slot_starts_clean_whoever_held_it() -> None:

@@ -14,20 +14,44 @@ from hardpoint_scheduling.views import ReadOnlyView
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is in its life. Everything from ``STOPPED`` on is final (R1.5)."""
+    """Where a request is in its life. Everything from ``STOPPED`` on is final: one comparison decides (R1.5)."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    STOPPED = 3
-    LENGTH_CAPPED = 4
-    ABORTED = 5
-    FAILED = 6
+    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KV = 2
+    WAITING_FOR_STREAMING_INPUT = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    STOPPED = 6
+    LENGTH_CAPPED = 7
+    ABORTED = 8
+    IGNORED = 9
+    FAILED = 10
 
     @property
     def is_finished(self) -> bool:
         return self >= RequestStatus.STOPPED
 
+    @property
+    def is_blocked(self) -> bool:
+        """Waiting for something other than its turn (R3.2)."""
+        return RequestStatus.WAITING < self < RequestStatus.RUNNING
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What front ends are told. Raises ``RuntimeError`` for a state that is not final."""
+        if not self.is_finished:
+            raise RuntimeError(f"a request that is {self.name} has no finish reason; only a finished one has")
+        return _FINISH_REASON[self]
+
+
+_FINISH_REASON: Mapping[RequestStatus, FinishReason] = {
+    RequestStatus.STOPPED: FinishReason.STOP,
+    RequestStatus.LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.ABORTED: FinishReason.ABORT,
+    RequestStatus.IGNORED: FinishReason.LENGTH,
+    RequestStatus.FAILED: FinishReason.ERROR,
+}
 
 FINAL_STATUS: Mapping[FinishReason, RequestStatus] = {
     FinishReason.STOP: RequestStatus.STOPPED,
@@ -35,11 +59,19 @@ FINAL_STATUS: Mapping[FinishReason, RequestStatus] = {
     FinishReason.ABORT: RequestStatus.ABORTED,
     FinishReason.ERROR: RequestStatus.FAILED,
 }
+"""Final state of a request that ran or could have; one refused for its length is ``IGNORED``."""
+
+_FINAL = frozenset(_FINISH_REASON)
+_WAITS = frozenset(status for status in RequestStatus if status.is_blocked) | {RequestStatus.WAITING}
 
 _NEXT_STATUS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, *FINAL_STATUS.values()}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, *FINAL_STATUS.values()}),
-    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, *FINAL_STATUS.values()}),
+    # One wait may follow another: for a grammar, then for KV on its way, then for a turn.
+    **{status: _WAITS | _FINAL | {RequestStatus.RUNNING} for status in _WAITS},
+    # KV may be on its way to a request that was preempted before; it comes back as what it was.
+    RequestStatus.WAITING_FOR_REMOTE_KV: _WAITS | _FINAL | {RequestStatus.RUNNING, RequestStatus.PREEMPTED},
+    # A session whose input ran dry waits for more without being preempted.
+    RequestStatus.RUNNING: _FINAL | {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_INPUT},
+    RequestStatus.PREEMPTED: _FINAL | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV},
 }
 
 
