@@ -47,8 +47,10 @@ from hardpoint.interfaces.request import (
     OutputKind, SamplingParams, SchedulerStats, TokenLogprobs,
 )
 from hardpoint.interfaces.scheduler import (
-    ExternalMatch, PauseMode, RequestView, Scheduler, SchedulerContext, SchedulerExtension, SchedulerLimits,
+    ENCODER_INPUTS, EncoderInputs, ExternalMatch, LoadResult, PauseMode, RequestView, Scheduler, SchedulerContext,
+    SchedulerExtension, SchedulerLimits, WaitReason,
 )
+from hardpoint.interfaces.scheduling_policy import RequestQueue, SchedulingPolicy
 from hardpoint.interfaces.stat_logger import MetricsExporter, RequestFinished, StatLogger, StepObserved, TokensEmitted
 from hardpoint.interfaces.step import (
     BlockUpdate, Deferred, GrammarMask, LogprobArrays, NewRow, RowFailure, RunnerOutput, SchedulerOutput, TokenUpdate,
@@ -59,26 +61,26 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
-    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "NULL_BLOCK_ID", "WORKER_RPC",
+    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "ENCODER_INPUTS", "NULL_BLOCK_ID", "WORKER_RPC",
     "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
     "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
     "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "CliCommand",
     "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream",
-    "Deferred", "DeviceDescription", "DeviceMap", "Endpoint", "EndpointContext", "EngineClient",
+    "Deferred", "DeviceDescription", "DeviceMap", "EncoderInputs", "Endpoint", "EndpointContext", "EngineClient",
     "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
     "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport",
     "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool",
     "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest",
     "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape",
-    "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter", "Model",
-    "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions",
+    "LoadResult", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter",
+    "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions",
     "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind",
     "PluginAccess", "PluginContext", "PluginDeclaration", "PositionLogprobs", "ProbeResult",
     "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions",
-    "RequestOutput", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler",
-    "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "ServerFacts",
-    "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange",
-    "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WeightLoader",
+    "RequestOutput", "RequestQueue", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams",
+    "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats",
+    "SchedulingPolicy", "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
+    "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason", "WeightLoader",
     "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
     "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire", "spec_to_wire",
 ]

@@ -21,7 +21,7 @@ import msgspec
 
 from hardpoint.interfaces.kv_cache import KVCacheConfig
 from hardpoint.interfaces.plugin import PluginContext
-from hardpoint.interfaces.request import EngineOutput, EngineRequest, FinishReason, SchedulerStats
+from hardpoint.interfaces.request import EngineOutput, EngineRequest, FinishReason, Int32Array, SchedulerStats
 from hardpoint.interfaces.step import RunnerOutput, SchedulerOutput
 
 
@@ -36,8 +36,16 @@ class PauseMode(enum.StrEnum):
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Budgets. ``max_num_seqs`` sizes worker slots; ``max_num_active_seqs`` limits running requests (None: the same).
 
-    ``long_prefill_threshold`` caps one request's new tokens per step while others wait (0: off).
-    ``watermark`` is the fraction of blocks that admission leaves free.
+    Attributes:
+        max_scheduled_tokens: tokens the scheduler decides on per step; what ``max_num_batched_tokens``, the size of the
+            workers' batch, has beyond it is room for drafts (None: none).
+        long_prefill_threshold: caps one request's new tokens per step while others wait (0: off).
+        adaptive_prefill_threshold: raises that cap to an equal share of the batch when that is more.
+        watermark: the fraction of blocks that admission leaves free.
+        num_pipeline_stages: steps between two decodes of one request while several steps are under way.
+        encoder_budget: embeddings that media encoders compute per step (0: the scheduler does not plan encoders).
+        encoder_cache_size: embeddings of encoder outputs that the workers keep.
+        prefill_interval: prefills go on in every such step only, at the same time in all data-parallel engines.
     """
 
     max_num_seqs: int
@@ -51,6 +59,12 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     full_sequence_must_fit: bool = False
     watermark: float = 0.0
     max_inflight_steps: int = 1
+    max_scheduled_tokens: int | None = None
+    adaptive_prefill_threshold: bool = False
+    num_pipeline_stages: int = 1
+    encoder_budget: int = 0
+    encoder_cache_size: int = 0
+    prefill_interval: int = 1
 
 
 class RequestView(Protocol):
@@ -78,14 +92,52 @@ class ExternalMatch:
     asynchronous: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The end of an asynchronous load: the first ``num_tokens`` of those to load are there (None: all of them).
+
+    The rest is computed, unless ``error`` is set, a client-safe text with which the request then ends.
+    """
+
+    request_id: str
+    num_tokens: int | None = None
+    error: str | None = None
+
+
+class WaitReason(enum.StrEnum):
+    """What a request held back waits for. Streaming input keeps its place among those that run."""
+
+    DEPENDENCY = "dependency"
+    GRAMMAR = "grammar"
+    REMOTE_KV = "remote_kv"
+    STREAMING_INPUT = "streaming_input"
+
+
+ENCODER_INPUTS = "encoder_inputs"
+"""Key of :class:`EncoderInputs` in ``SchedulerOutput.extensions``."""
+
+
+class EncoderInputs(msgspec.Struct, frozen=True):
+    """What media encoders do before the step's forward; all rows may use the outputs.
+
+    ``rows`` int32 [N] index the step's rows and ``features`` int32 [N] the ``features`` of each row's request.
+    ``freed``: content hashes of outputs to drop first. All others are kept.
+    """
+
+    rows: Int32Array
+    features: Int32Array
+    freed: tuple[str, ...] = ()
+
+
 class SchedulerExtension:
     """A feature's seat in the scheduler (grammars, adapters, KV connectors, speculation). Override what is needed.
 
-    ``name`` keys the extension's structs in ``SchedulerOutput.extensions`` and ``RunnerOutput.extensions``. Methods run
-    inside the step loop: they must not block.
+    ``name`` keys the extension's structs in ``SchedulerOutput.extensions`` and ``RunnerOutput.extensions``;
+    ``wait_reason`` says why the requests it blocks wait. Methods run inside the step loop: they must not block.
     """
 
     name: str = ""
+    wait_reason: WaitReason = WaitReason.DEPENDENCY
 
     def on_added(self, request: RequestView) -> None:
         """The request entered the waiting queue."""
@@ -98,6 +150,10 @@ class SchedulerExtension:
         """Tokens whose KV can be had elsewhere beyond the block-aligned local hit. None: cannot answer yet, ask
         again."""
         return ExternalMatch(0)
+
+    def take_loaded(self) -> Iterable[LoadResult]:
+        """Asynchronous loads that ended, each once; also those of requests that are gone, whose blocks wait for it."""
+        return ()
 
     def num_lookahead_tokens(self, request: RequestView) -> int:
         """Extra slots to allocate beyond the scheduled tokens (draft tokens)."""
