@@ -72,7 +72,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     Attributes:
         step_id: strictly increasing per engine.
         slots, generations: int32 [R]; rows in the order the scheduler chose.
-        num_computed_tokens: int32 [R], tokens whose KV exists before this step.
+        num_computed_tokens: int32 [R], tokens whose KV exists before this step. Drafts of steps whose output was not
+            back yet count as if they were right; a worker that refused some since then starts earlier by as many.
         num_scheduled_tokens: int32 [R], all > 0; their sum is ``num_tokens``.
         samples: bool [R], True where the row's last scheduled token yields a sample (False: partial prefill).
         new_blocks: one :class:`BlockUpdate` per group.
@@ -84,7 +85,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         known_tokens: tokens that rows already running learned elsewhere (another pipeline stage sampled them); appended
             to the slot's tokens before the forward.
         drafts: the last ``counts[r]`` scheduled tokens of row r are guesses to verify; such a row yields 1 to
-            ``counts[r] + 1`` tokens.
+            ``counts[r] + 1`` tokens. Of guesses with the id -1 the worker takes those it made itself in its last step;
+            missing ones count as wrong.
         defers_sampling: the worker answers ``Deferred`` exactly when this is set.
         extensions: per feature, an opaque msgpack-able struct (connector, drafts, adapters, encoder inputs).
     """
@@ -154,12 +156,13 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Result of one step, rows in the order of the step's ``slots``.
 
     Attributes:
-        num_sampled: int32 [R], tokens sampled per row (0 for partial prefills).
+        num_sampled: int32 [R], tokens sampled per row (0 for partial prefills; with drafts 1 more than were right).
         token_ids: int32 [sum(num_sampled)], row after row.
         logprobs: sampled positions, for rows that asked.
         prompt_logprobs: prompt positions computed in this step, for rows that asked: entry i of a row's entries is the
             log-probability of the token *after* computed position i.
         pooled: step row to its finished pooling result, for rows whose task pools.
+        drafts: guesses at the tokens after those sampled here, to be verified by the row's next step.
     """
 
     step_id: int
@@ -171,6 +174,7 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_logprobs: LogprobArrays | None = None
     failures: tuple[RowFailure, ...] = ()
     pooled: dict[int, np.ndarray] = {}
+    drafts: TokenUpdate | None = None
     extensions: dict[str, Any] = {}
 
 

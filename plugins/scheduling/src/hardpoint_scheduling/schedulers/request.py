@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces import BlockHash, EngineRequest, FinishReason, TokenLogprobs
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.views import ReadOnlyView
@@ -75,11 +77,30 @@ _NEXT_STATUS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 
+class Milestone(enum.Enum):
+    """What happens to a request on its way, for traces."""
+
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleEvent:
+    """``time`` is in seconds on the scheduler's clock."""
+
+    milestone: Milestone
+    time: float
+
+
 class LiveRequest:
-    """One sequence from ``add`` to its terminal output. Implements ``RequestView`` for extensions.
+    """One sequence from ``add`` to its terminal output. Implements ``RequestView`` for extensions and policies.
 
     All tokens live in one growing int32 array, so the outputs are a window of it and can never disagree with it. While
-    the request owns a slot, its counters are in the :class:`SlotTable`; ``append`` alone does not update them.
+    the request owns a slot, its counters are in the :class:`SlotTable`; ``append`` alone does not update them. Without
+    a slot nothing of it is computed; what steps scheduled before may still bring is counted in ``num_stale_tokens``.
+
+    Requests compare by priority, arrival and id: the smaller one is served first (R1.13).
 
     Attributes:
         append: adds one token to the array (bound once: this runs for every token of every request).
@@ -87,19 +108,25 @@ class LiveRequest:
         slot: place in the workers' batch, None while waiting.
         block_hashes: one chained hash per complete hash block of the known tokens.
         num_cached_tokens: prefix hit of the first admission.
+        num_stale_tokens: of the tokens in flight, those of steps that were scheduled before the last preemption.
+        drops_stale: their results are thrown away rather than delivered; holds until they are all back (R3.80).
         prompt_logprobs: collected over prefill chunks; None when not asked for, or once the first output took them.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_events",
         "_tokens",
         "append",
         "block_hashes",
+        "drops_stale",
         "first_scheduled_time",
         "has_output",
         "limit",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_stale_tokens",
         "prompt_logprobs",
         "record",
         "request_id",
@@ -110,6 +137,8 @@ class LiveRequest:
     )
 
     def __init__(self, record: EngineRequest, limit: int) -> None:
+        """Raises ``InvalidRequestError`` when embeddings or features do not fit the prompt (R1.4, R1.12)."""
+        _check_positions(record)
         self.record = record
         self.request_id = record.request_id
         self._tokens = array("i", np.ascontiguousarray(record.prompt_token_ids, dtype=np.int32).tobytes())
@@ -122,16 +151,32 @@ class LiveRequest:
         self.block_hashes: list[BlockHash] = []
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_stale_tokens = 0
+        self.drops_stale = False
         self.first_scheduled_time: float | None = None
         self.has_output = False
+        self._events: list[LifecycleEvent] = []
         sampling = record.sampling
         self.stop_ids = frozenset(sampling.stop_token_ids)
         wants_prompt_logprobs = sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
 
+    def __lt__(self, other: LiveRequest) -> bool:
+        return self.rank < other.rank
+
+    @property
+    def rank(self) -> tuple[int, float, str]:
+        """Total order of requests: priority value, arrival, id."""
+        return self.record.priority, self.record.arrival_time, self.request_id
+
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
+
+    @property
+    def num_tokens_with_drafts(self) -> int:
+        """Known tokens and the guesses at what follows them."""
+        return len(self._tokens) + self._counter("num_drafts")
 
     @property
     def num_output_tokens(self) -> int:
@@ -144,7 +189,38 @@ class LiveRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self.table.computed[self.slot]) if self.table is not None else 0
+        """Optimistic: work in flight counts as done."""
+        return self._counter("computed")
+
+    @property
+    def num_placeholders(self) -> int:
+        """Outputs of steps in flight: sampled tokens and the drafts before them."""
+        return self._counter("placeholders")
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Scheduled tokens of steps whose output is not processed, stale ones included."""
+        return self._counter("in_flight") + self.num_stale_tokens
+
+    @property
+    def num_processed_tokens(self) -> int:
+        """Computed by steps whose output is there; nothing can take these back (R3.77)."""
+        return self._counter("computed") - self._counter("in_flight")
+
+    @property
+    def next_decode_step(self) -> int:
+        """First step that may decode the request again (R3.42)."""
+        return self._counter("next_decode_step")
+
+    @property
+    def last_step(self) -> int:
+        """Fence number of the last step that scheduled the request since it got its slot, 0 for none."""
+        return self._counter("last_step")
+
+    @property
+    def waits_for_stale_output(self) -> bool:
+        """Whether tokens are still to be delivered that a new start would compute a second time (R3.62)."""
+        return self.num_stale_tokens > 0 and not self.drops_stale
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -170,6 +246,20 @@ class LiveRequest:
             raise RuntimeError(f"request {self.request_id} cannot go from {self.status.name} to {status.name}")
         self.status = status
 
+    def note(self, milestone: Milestone, time: float) -> None:
+        self._events.append(LifecycleEvent(milestone, time))
+
+    def take_events(self) -> list[LifecycleEvent]:
+        """What happened since the last call (R1.14)."""
+        events, self._events = self._events, []
+        return events
+
+    def settle_stale(self, num_tokens: int) -> None:
+        """The output of ``num_tokens`` stale tokens is back (R3.79)."""
+        self.num_stale_tokens -= num_tokens
+        if self.num_stale_tokens == 0:
+            self.drops_stale = False
+
     def stop_reason_of(self, token: int) -> tuple[bool, int | None]:
         """Whether ``token`` ends the sequence once ``min_tokens`` are exceeded, and the stop id to report.
 
@@ -178,3 +268,23 @@ class LiveRequest:
         if token in self.record.eos_token_ids and not self.record.sampling.ignore_eos:
             return True, None
         return token in self.stop_ids, token if token in self.stop_ids else None
+
+    def _counter(self, column: str) -> int:
+        return int(getattr(self.table, column)[self.slot]) if self.table is not None else 0
+
+
+def _check_positions(record: EngineRequest) -> None:
+    length = len(record.prompt_token_ids)
+    if record.prompt_embeds is not None and len(record.prompt_embeds) != length:
+        raise InvalidRequestError(
+            f"request {record.request_id} has {len(record.prompt_embeds)} rows of prompt embeddings for {length} "
+            "tokens; give as many placeholder ids as rows"
+        )
+    start = 0
+    for feature in record.features:
+        if feature.offset < start or feature.length < 0 or feature.offset + feature.length > length:
+            raise InvalidRequestError(
+                f"request {record.request_id}: the item at {feature.offset} with {feature.length} positions does not "
+                f"lie within positions {start} to {length}; items must be in prompt order and apart from each other"
+            )
+        start = feature.offset + feature.length

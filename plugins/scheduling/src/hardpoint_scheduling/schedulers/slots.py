@@ -24,7 +24,14 @@ class SlotTable:
         generation: int32, how often the slot was handed out while it is held, 0 while it is free. So a late result of
             an earlier owner matches neither a free slot nor the next owner.
         num_tokens: int32, length of the known sequence.
-        computed: int32, tokens whose KV exists once all scheduled steps ran.
+        computed: int32, tokens whose KV exists once all scheduled steps ran and none of their drafts is refused.
+        placeholders: int32, scheduled outputs that are not back: one per sample under way and one per draft before it.
+        owed: int32, samples under way; each brings at least one token.
+        in_flight: int32, scheduled tokens of steps that are not processed.
+        num_drafts: int32, guesses to verify in the next step. drafts: int32 [slots, width], their ids; ``NO_TOKEN``
+            for one that only the worker knows.
+        next_decode_step: int64, id of the first step that may schedule the slot again.
+        entered: int32, leading tokens whose blocks were offered to the prefix index.
         capacity: int32, tokens that the held blocks cover.
         limit: int32, ``num_tokens`` at which the request ends for reasons of length.
         stops_after: int32, stop ids count only once ``num_tokens`` exceeds this.
@@ -39,6 +46,13 @@ class SlotTable:
         self.generation = np.zeros(num_slots, dtype=np.int32)
         self.num_tokens = np.zeros(num_slots, dtype=np.int32)
         self.computed = np.zeros(num_slots, dtype=np.int32)
+        self.placeholders = np.zeros(num_slots, dtype=np.int32)
+        self.owed = np.zeros(num_slots, dtype=np.int32)
+        self.in_flight = np.zeros(num_slots, dtype=np.int32)
+        self.num_drafts = np.zeros(num_slots, dtype=np.int32)
+        self.drafts = np.full((num_slots, 0), NO_TOKEN, dtype=np.int32)
+        self.next_decode_step = np.zeros(num_slots, dtype=np.int64)
+        self.entered = np.zeros(num_slots, dtype=np.int32)
         self.capacity = np.zeros(num_slots, dtype=np.int32)
         self.limit = np.zeros(num_slots, dtype=np.int32)
         self.stops_after = np.zeros(num_slots, dtype=np.int32)
@@ -64,7 +78,9 @@ class SlotTable:
         self.limit[slot] = request.limit
         sampling = request.record.sampling
         self.stops_after[slot] = request.num_prompt_tokens + sampling.min_tokens
-        self.last_step[slot] = 0
+        for column in (self.placeholders, self.owed, self.in_flight, self.num_drafts, self.entered):
+            column[slot] = 0
+        self.last_step[slot] = self.next_decode_step[slot] = 0
         stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.record.eos_token_ids)]
         many_stops = len(stops) > STOP_WIDTH
         self.stop_ids[slot] = NO_TOKEN
@@ -84,6 +100,13 @@ class SlotTable:
         request.slot = request.table = None
         self._free.append(slot)
         return slot
+
+    def make_room_for_drafts(self, width: int) -> None:
+        """At least ``width`` drafts per slot can be held afterwards."""
+        missing = width - self.drafts.shape[1]
+        if missing > 0:
+            room = np.full((self.num_slots, missing), NO_TOKEN, dtype=np.int32)
+            self.drafts = np.concatenate([self.drafts, room], axis=1)
 
     def always_needs_detail(self, slot: int) -> bool:
         """Whether outputs after the first still cannot take the array path."""
