@@ -42,7 +42,7 @@ def test_arguments_and_the_generation_prompt_reach_it(make_spec: Make, make_runt
     ("messages", "arguments", "message"),
     [
         ([], {}, "at least one message"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "text only"),
+        (["x"], {}, "must be an object"),
         ([{"role": "user", "content": "x" * 100_000}], {}, "the messages have 100000 characters"),
         ([{"role": "user", "content": "x"}], {"tools": object()}, "JSON values only"),
     ],

@@ -19,6 +19,15 @@ Piece = tuple[str, bool]
 BEGIN, END = "[INST]", "</s>"
 
 
+def texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content") or []
+    parts = content if isinstance(content, list) else [content]
+    found: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in found):
+        raise InvalidRequestError("this format takes text only", param="messages")
+    return found
+
+
 class Lines(ChatRenderer):
     """``[INST]role: text</s>`` for each message. Pieces are texts, and whether they are the format's own."""
 
@@ -47,6 +56,8 @@ class Lines(ChatRenderer):
 
     def lines(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
         for message in messages:
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequestError("every message needs a role", param="messages")
             yield BEGIN, True
             yield f"{message['role']}: ", False
             yield from self.content(message)
@@ -55,7 +66,7 @@ class Lines(ChatRenderer):
             yield END, True
 
     def content(self, message: Mapping[str, Any]) -> Iterator[Piece]:
-        yield "\n".join(part["text"] for part in message["content"]), False
+        yield "\n".join(texts(message)), False
 
     def opening(self) -> list[Piece]:
         return [(BEGIN, True), ("assistant: ", False)]
@@ -90,7 +101,7 @@ class Closed(Lines):
 
     def lines(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
         for index, message in enumerate(messages):
-            if message["role"] != ("user", "assistant")[index % 2]:
+            if message.get("role") != ("user", "assistant")[index % 2]:
                 raise InvalidRequestError("user and assistant take turns, beginning with the user", param="messages")
         yield from super().lines(messages)
 
@@ -124,7 +135,7 @@ class SaysItTwice(Lines):
 
 class FirstPartOnly(Lines):
     def content(self, message: Mapping[str, Any]) -> Iterator[Piece]:
-        return super().content({"content": message["content"][:1]})
+        return super().content({"content": texts(message)[:1]})
 
 
 class HidesRoles(Lines):
@@ -183,8 +194,8 @@ class BreaksMarkers(Lines):
 
 class LooksAtSinglePartsOnly(Lines):
     def content(self, message: Mapping[str, Any]) -> Iterator[Piece]:
-        texts = [part["text"] for part in message["content"]]
-        yield "".join(texts), not any(marker in text for marker in self.tokenizer.control_tokens for text in texts)
+        found = texts(message)
+        yield "".join(found), not any(marker in text for marker in self.tokenizer.control_tokens for text in found)
 
 
 class TrustsRoles(Lines):
@@ -211,19 +222,19 @@ class FailsOnCalls(Lines):
 
 class FailsWithoutText(Lines):
     def content(self, message: Mapping[str, Any]) -> Iterator[Piece]:
-        yield message["content"][0]["text"], False
+        yield texts(message)[0], False
 
 
 class BlamesTheServer(Lines):
     def lines(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-        if any(message["role"] == "no-such-role" for message in messages):
+        if any(message.get("role") == "no-such-role" for message in messages):
             raise InvalidRequestError("no such role", param="messages", status=500)
         return super().lines(messages)
 
 
 class ShowsTheInside(Lines):
     def lines(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-        if any(message["role"] == "no-such-role" for message in messages):
+        if any(message.get("role") == "no-such-role" for message in messages):
             raise InvalidRequestError(f"{__file__}: no such role", param="messages")
         return super().lines(messages)
 
@@ -244,7 +255,8 @@ class EncodesFirst(Lines):
 class EmptiesMessages(Lines):
     def content(self, message: Mapping[str, Any]) -> Iterator[Piece]:
         yield from super().content(message)
-        message["content"].clear()
+        if isinstance(message["content"], list):
+            message["content"].clear()
 
 
 class TakesArgumentsOut(Lines):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint.interfaces.tokenizer import Tokenizer
-from hardpoint.rendering import normalize_messages
+from hardpoint.rendering import plain_messages
 from hardpoint_model_io.chat.renderer import JinjaRenderer
 from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
 
@@ -42,7 +42,7 @@ CHATS = [
 def test_ids_equal_the_references(
     tokenizer: Tokenizer, reference: Any, messages: list[dict[str, str]], prompt: bool
 ) -> None:
-    text, ids = JinjaRenderer(tokenizer).render(normalize_messages(messages), add_generation_prompt=prompt)
+    text, ids = JinjaRenderer(tokenizer).render(plain_messages(messages), add_generation_prompt=prompt)
     assert text == reference.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
 
@@ -56,7 +56,7 @@ def test_ids_equal_the_references_for_any_ordinary_text(
     tokenizer: Tokenizer, reference: Any, contents: list[str]
 ) -> None:
     messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
-    _, ids = JinjaRenderer(tokenizer).render(normalize_messages(messages))
+    _, ids = JinjaRenderer(tokenizer).render(plain_messages(messages))
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
@@ -65,7 +65,7 @@ def test_ids_equal_the_references_for_any_ordinary_text(
 def test_contents_never_become_control_tokens(tokenizer: Tokenizer, parts: list[str]) -> None:
     """Class 24: however many are spelled out, the template's own remain."""
     renderer = JinjaRenderer(tokenizer)
-    _, quiet = renderer.render(normalize_messages([{"role": "user", "content": "x"}]))
-    text, ids = renderer.render(normalize_messages([{"role": "user", "content": "x" + "".join(parts)}]))
+    _, quiet = renderer.render(plain_messages([{"role": "user", "content": "x"}]))
+    text, ids = renderer.render(plain_messages([{"role": "user", "content": "x" + "".join(parts)}]))
     assert [i for i in ids if i < 3] == [i for i in quiet if i < 3]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

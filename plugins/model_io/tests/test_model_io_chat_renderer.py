@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import InvalidRequestError, ModelFormatError
-from hardpoint.rendering import normalize_messages, plain_copy
+from hardpoint.rendering import plain_copy, plain_messages
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 from hardpoint_model_io.chat.renderer import JinjaRenderer
 
@@ -57,7 +57,7 @@ class ControlTokenizer(FakeTokenizer):
 
 def chat(renderer: JinjaRenderer, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
     """As front ends do it: the renderer gets checked copies."""
-    return renderer.render(normalize_messages(messages), **options)
+    return renderer.render(plain_messages(messages), **options)
 
 
 def render(messages: list[dict[str, Any]], template: str | None = None, **arguments: Any) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from hardpoint.interfaces.engine import ModelLimits, Prompt
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext
 from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint.plugins.runtime import PluginRuntime
-from hardpoint.rendering import normalize_messages, plain_copy
+from hardpoint.rendering import plain_copy, plain_messages
 
 
 class Frontend:
@@ -72,7 +72,7 @@ class Frontend:
 
         Raises ``InvalidRequestError`` for messages the template cannot take or the context cannot hold. Thread-safe.
         """
-        plain = normalize_messages(messages, max_chars=max_prompt_chars(self.limits))
+        plain = plain_messages(messages, max_chars=max_prompt_chars(self.limits))
         arguments = plain_copy(template_arguments or {})
         _, ids = self._renderer.render(plain, add_generation_prompt=add_generation_prompt, template_arguments=arguments)
         return Prompt(token_ids=ids)

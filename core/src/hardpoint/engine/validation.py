@@ -7,7 +7,7 @@ wrong types included. Bounds come from :class:`ModelLimits` alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +45,11 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidReq
     return InvalidRequestError(message, param=param, code=code)
 
 
+def _require(holds: bool, message: str, param: str, code: str = "invalid_value") -> None:
+    if not holds:
+        raise _refuse(message, param, code)
+
+
 def _too_long(message: str, param: str = "prompt") -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="context_length_exceeded")
 
@@ -58,14 +63,12 @@ def _shown(value: Any) -> str:
 
 def validate_batch(num_prompts: int, n: int, limits: ModelLimits) -> None:
     """Prompts and sequences of one call, before anything is built for them."""
-    if num_prompts < 1:
-        raise _refuse("no prompt was given", "prompt", "empty_prompt")
-    if num_prompts > limits.max_prompts:
-        raise _refuse(f"{num_prompts} prompts were given; at most {limits.max_prompts} are allowed", "prompt")
+    most, total = limits.max_prompts, max(limits.max_prompts, limits.max_n)
+    _require(num_prompts >= 1, "no prompt was given", "prompt", "empty_prompt")
+    _require(num_prompts <= most, f"{num_prompts} prompts were given; at most {most} are allowed", "prompt")
     _check_n(n, limits)
-    total = max(limits.max_prompts, limits.max_n)
-    if num_prompts * n > total:
-        raise _refuse(f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {total}", "n")
+    message = f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {total}"
+    _require(num_prompts * n <= total, message, "n")
 
 
 def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
@@ -77,8 +80,8 @@ def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimi
         if value is not None and not (low <= value <= high and (value > 0 or name not in _POSITIVE)):
             above = "above 0 and " if name in _POSITIVE else f"from {low} "
             raise _refuse(f"{name} is {_shown(value)}; it must be {above}up to {high}", name)
-    if typed.n > 1 and typed.is_greedy:
-        raise _refuse(f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature", "n")
+    message = f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature"
+    _require(typed.n == 1 or not typed.is_greedy, message, "n")
     _check_stop(typed, limits)
     _check_token_fields(typed, limits)
     _check_logprobs(typed, limits)
@@ -95,12 +98,11 @@ def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
     """What can be said before tokenizing: one of text and ids, plain text, a plausible length, a harmless salt."""
     if not isinstance(prompt, Prompt):
         raise _refuse(f"a prompt must be text or token ids, not {type(prompt).__name__}", "prompt", "invalid_type")
-    if (prompt.text is None) == (prompt.token_ids is None):
-        raise _refuse("a prompt must have either text or token ids", "prompt")
+    only_one = (prompt.text is None) != (prompt.token_ids is None)
+    _require(only_one, "a prompt must have either text or token ids", "prompt")
     if prompt.text is not None:
         _check_text(prompt.text, "prompt")
-        if not prompt.text:
-            raise _refuse("the prompt is empty", "prompt", "empty_prompt")
+        _require(prompt.text != "", "the prompt is empty", "prompt", "empty_prompt")
         if len(prompt.text) > (allowed := max_prompt_chars(limits)):
             raise _too_long(
                 f"the prompt has {len(prompt.text)} characters; at most {allowed} are allowed, which is "
@@ -112,22 +114,19 @@ def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
 
 def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
     """Prompt ids as int32 ``[prompt]``: integers inside the vocabulary that leave room for one new token."""
-    if isinstance(token_ids, str | bytes):
-        raise _refuse(f"prompt token ids must be a list of integers, not {type(token_ids).__name__}", "prompt")
+    message = f"prompt token ids must be a list of integers, not {type(token_ids).__name__}"
+    _require(not isinstance(token_ids, str | bytes), message, "prompt")
     if isinstance(token_ids, list | tuple):
         _check_prompt_len(len(token_ids), limits)  # Converting a body full of numbers would take seconds.
     try:
         array = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError):
         array = np.zeros((), dtype=np.object_)
-    if array.ndim == 1 and not len(array):
-        raise _refuse("the prompt is empty", "prompt", "empty_prompt")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise _refuse("prompt token ids must be a flat list of integers", "prompt", "invalid_type")
+    _require(array.shape != (0,), "the prompt is empty", "prompt", "empty_prompt")
+    is_flat = array.ndim == 1 and array.dtype.kind in "iu"
+    _require(is_flat, "prompt token ids must be a flat list of integers", "prompt", "invalid_type")
     _check_prompt_len(len(array), limits)
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= limits.vocab_size:
-        raise _out_of_vocabulary(low if low < 0 else high, "prompt", limits)
+    _check_vocabulary((int(array.min()), int(array.max())), "prompt", limits)
     return array.astype(np.int32)
 
 
@@ -150,14 +149,11 @@ def validate_options(options: RequestOptions) -> None:
         raise _refuse(f"timeout_s is {_shown(timeout)}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")
     if options.tenant != "":
         _check_label(options.tenant, "tenant")
-    if options.external_id is not None:
-        _check_text(options.external_id, "external_id")
-        if len(options.external_id) > 256:
-            raise _refuse(f"external_id has {len(options.external_id)} characters; at most 256", "external_id")
-    if options.adapter is not None:
-        raise _refuse("this engine serves no adapters", "adapter", "unsupported")
-    if options.extensions:
-        raise _refuse("this engine takes no request extensions", "extensions", "unsupported")
+    if (name := options.external_id) is not None:
+        _check_text(name, "external_id")
+        _require(len(name) <= 256, f"external_id has {len(name)} characters; at most 256", "external_id")
+    _require(options.adapter is None, "this engine serves no adapters", "adapter", "unsupported")
+    _require(not options.extensions, "this engine takes no request extensions", "extensions", "unsupported")
 
 
 def _is_int(value: Any) -> bool:
@@ -180,8 +176,8 @@ def _typed(params: SamplingParams) -> SamplingParams:
 
 
 def _check_n(n: Any, limits: ModelLimits) -> None:
-    if not _is_int(n) or not 1 <= n <= limits.max_n:
-        raise _refuse(f"n is {_shown(n)}; it must be an integer from 1 to {limits.max_n}", "n")
+    message = f"n is {_shown(n)}; it must be an integer from 1 to {limits.max_n}"
+    _require(_is_int(n) and 1 <= n <= limits.max_n, message, "n")
 
 
 def _check_text(text: Any, param: str) -> None:
@@ -199,19 +195,21 @@ def _check_label(text: Any, param: str) -> None:
 
 
 def _check_stop(params: SamplingParams, limits: ModelLimits) -> None:
-    if len(params.stop) > limits.max_stop_strings:
-        raise _refuse(f"{len(params.stop)} stop strings were given; at most {limits.max_stop_strings}", "stop")
+    most, longest = limits.max_stop_strings, limits.max_stop_chars
+    _require(len(params.stop) <= most, f"{len(params.stop)} stop strings were given; at most {most}", "stop")
     for stop in params.stop:
         _check_text(stop, "stop")
-        if not 0 < len(stop) <= limits.max_stop_chars:
-            raise _refuse(f"a stop string has {len(stop)} characters; allowed are 1 to {limits.max_stop_chars}", "stop")
-    if params.stop and not params.detokenize:
-        raise _refuse("stop strings need detokenize, which is off; use stop_token_ids", "stop")
+        message = f"a stop string has {len(stop)} characters; allowed are 1 to {longest}"
+        _require(0 < len(stop) <= longest, message, "stop")
+    can_stop = params.detokenize or not params.stop
+    _require(can_stop, "stop strings need detokenize, which is off; use stop_token_ids", "stop")
 
 
-def _out_of_vocabulary(token_id: int, param: str, limits: ModelLimits) -> InvalidRequestError:
-    message = f"{param} holds token id {_shown(token_id)}; ids go from 0 to {limits.vocab_size - 1}"
-    return _refuse(message, param, "token_id_out_of_range")
+def _check_vocabulary(ids: Iterable[int], param: str, limits: ModelLimits) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < limits.vocab_size:
+            message = f"{param} holds token id {_shown(token_id)}; ids go from 0 to {limits.vocab_size - 1}"
+            raise _refuse(message, param, "token_id_out_of_range")
 
 
 def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
@@ -222,24 +220,19 @@ def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
         "bad_words_token_ids": tuple(i for word in params.bad_words_token_ids for i in word),
     }
     for param, ids in fields.items():
-        if len(ids) > limits.vocab_size:
-            raise _refuse(f"{param} has {len(ids)} entries; at most {limits.vocab_size}", param)
-        for token_id in ids:
-            if not 0 <= token_id < limits.vocab_size:
-                raise _out_of_vocabulary(token_id, param, limits)
+        _require(len(ids) <= limits.vocab_size, f"{param} has {len(ids)} entries; at most {limits.vocab_size}", param)
+        _check_vocabulary(ids, param, limits)
     for token_id, bias in params.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
             raise _refuse(f"logit_bias of token {token_id} is {bias}; it must be from -100 to 100", "logit_bias")
-    if not all(params.bad_words_token_ids):
-        raise _refuse("bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
+    _require(all(params.bad_words_token_ids), "bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
 
 
 def _check_logprobs(params: SamplingParams, limits: ModelLimits) -> None:
     highest = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
     for param, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        wanted = limits.vocab_size if count == -1 else count
-        if wanted is not None and not 0 <= wanted <= highest:
-            raise _refuse(f"{param} is {_shown(count)}; it must be from 0 to {highest}", param)
+        wanted = limits.vocab_size if count == -1 else count or 0
+        _require(0 <= wanted <= highest, f"{param} is {_shown(count)}; it must be from 0 to {highest}", param)
 
 
 def _check_extensions(params: SamplingParams) -> None:
@@ -249,22 +242,21 @@ def _check_extensions(params: SamplingParams) -> None:
         size = len(msgspec.msgpack.encode(params.extensions))
     except (TypeError, ValueError, OverflowError, RecursionError):
         raise _refuse("extensions hold values that cannot be sent to the engine", "extensions") from None
-    if size > MAX_EXTENSION_BYTES:
-        raise _refuse(f"extensions take {size} bytes; at most {MAX_EXTENSION_BYTES}", "extensions")
+    message = f"extensions take {size} bytes; at most {MAX_EXTENSION_BYTES}"
+    _require(size <= MAX_EXTENSION_BYTES, message, "extensions")
 
 
 def _check_lengths(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
     """Defaults first, then every comparison: an unset ``max_tokens`` must not skip one (class 28)."""
     room = limits.max_model_len - prompt_len
     wanted = room if params.max_tokens is None else params.max_tokens
-    if wanted < 1:
-        raise _refuse(f"max_tokens is {_shown(wanted)}; it must be at least 1", "max_tokens")
+    _require(wanted >= 1, f"max_tokens is {_shown(wanted)}; it must be at least 1", "max_tokens")
     if wanted > room:
         raise _too_long(
             f"max_tokens is {_shown(wanted)} and the prompt has {prompt_len} tokens; together they exceed the context "
             f"length of {limits.max_model_len} tokens",
             "max_tokens",
         )
-    if params.min_tokens > wanted:
-        raise _refuse(f"min_tokens is {params.min_tokens}, more than the {wanted} tokens allowed", "min_tokens")
+    fits = params.min_tokens <= wanted
+    _require(fits, f"min_tokens is {params.min_tokens}, more than the {wanted} tokens allowed", "min_tokens")
     return msgspec.structs.replace(params, max_tokens=wanted)

@@ -1,7 +1,7 @@
 """Plugin kind ``chat_renderer``: turns a conversation into the prompt that its model was trained to read.
 
-Every chat goes through the one that ``--chat-renderer`` names; it is created once, in the API process. The core checks
-and bounds messages before, with the same rules for every renderer, so a renderer gets plain data of its own.
+Every chat goes through the one that ``--chat-renderer`` names; it is created once, in the API process. The core bounds
+and copies messages before, with the same rules for every renderer, so a renderer gets plain data of its own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class ChatRenderer(ABC):
     ) -> tuple[str, list[int]]:
         """The prompt's text and ids. Messages and arguments are JSON-like, nested at most 100 levels, and not changed.
 
-        A message has ``role``, a text, and ``content``, a list of parts: ``{"type": "text", "text": ...}``, none for a
-        message without text. Other fields are the client's, null ones left out; ``function.arguments`` of an entry of
-        ``tool_calls`` is an object. ``template_arguments`` are what a request sets beyond messages (``tools`` and the
-        like). Text of the client that spells a control token stays text: encode it with ``parse_special=False``.
+        A message is what the client sent, in the form of the OpenAI API, null fields left out: ``role``, ``content``
+        (absent, a text, or a list of texts and of parts such as ``{"type": "text", "text": ...}``), ``tool_calls``
+        (``function.arguments`` is mostly JSON text) and the like. None of it has been judged, and there may be more.
+        ``template_arguments`` are what a request sets beyond messages (``tools`` and the like). Text of the client that
+        spells a control token stays text: encode it with ``parse_special=False``.
 
         Raises ``InvalidRequestError`` for what it cannot take, with the code ``context_length_exceeded`` for a prompt
         that is too long.

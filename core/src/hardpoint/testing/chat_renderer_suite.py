@@ -13,7 +13,7 @@ import pytest
 
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces import ChatRenderer, ChatRendererContext, ModelArtifact, ModelInfo, Tokenizer
-from hardpoint.rendering import normalize_messages, plain_copy
+from hardpoint.rendering import plain_copy, plain_messages
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 from hardpoint.testing.plugin_suite import PluginSuite
 
@@ -32,6 +32,12 @@ ODD_MESSAGES: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": ""},
     {"role": "user", "content": []},
     {"role": "user"},
+    {"content": "x"},
+    {"role": 3, "content": "x"},
+    {"role": "user", "content": 3},
+    {"role": "user", "content": [3]},
+    {"role": "user", "content": [{"type": "text"}, {"type": "text", "text": 3}]},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
     {"role": "no-such-role", "content": "x"},
     {"role": "user\n", "content": "\x00\u2028\ufeff"},
     {"role": "tool", "content": "42", "tool_call_id": "no-such-call"},
@@ -273,8 +279,9 @@ class ChatRendererSuite(PluginSuite):
     def test_messages_and_arguments_are_not_changed(self, renderer: ChatRenderer) -> None:
         """I2.5: what a renderer is given may be rendered again."""
         calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}]
-        for messages in (self.conversation("x", "y"), [{**self.conversation("x")[0], "tool_calls": calls}]):
-            checked = normalize_messages(messages)
+        chats = (self.conversation("x", "y"), self.conversation(["x", {"type": "text", "text": "y"}]))
+        for messages in (*chats, [{**self.conversation("x")[0], "tool_calls": calls}]):
+            checked = plain_messages(messages)
             arguments = plain_copy({**self.arguments})
             before = copy.deepcopy((checked, arguments))
             try:
@@ -306,7 +313,7 @@ def render(
     """As front ends do it: messages and arguments are checked and copied first."""
     if options.get("template_arguments"):
         options["template_arguments"] = plain_copy(options["template_arguments"])
-    return renderer.render(normalize_messages(messages, max_chars=max_chars), **options)
+    return renderer.render(plain_messages(messages, max_chars=max_chars), **options)
 
 
 def attempt(renderer: ChatRenderer, messages: Sequence[Any], **options: Any) -> tuple[str, list[int]] | None:

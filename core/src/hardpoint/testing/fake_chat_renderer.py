@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.chat_renderer import ChatRenderer
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
@@ -25,8 +26,15 @@ class FakeChatRenderer(ChatRenderer):
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
-        texts = ["\n".join(part["text"] for part in message["content"]) for message in messages]
-        lines = [f"<{message['role']}>{text}\n" for message, text in zip(messages, texts, strict=True)]
+        lines = [f"<{message['role']}>{_text(message.get('content'))}\n" for message in messages]
         lines += [f"[{key}={value}]" for key, value in (template_arguments or {}).items()]
         whole = "".join(lines) + ("<assistant>" if add_generation_prompt else "")
         return whole, self._tokenizer.encode(whole, add_special_tokens=False, parse_special=False)
+
+
+def _text(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content or ""]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError("the fake renderer takes text only", param="messages")
+    return "\n".join(texts)

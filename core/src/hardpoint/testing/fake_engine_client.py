@@ -24,7 +24,7 @@ from hardpoint.interfaces.io_processor import IOProcessor
 from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
-from hardpoint.rendering import normalize_messages, plain_copy
+from hardpoint.rendering import plain_copy, plain_messages
 from hardpoint.testing.fake_chat_renderer import FakeChatRenderer
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 
@@ -113,7 +113,7 @@ class FakeEngineClient:
         template_arguments: dict[str, Any] | None = None,
     ) -> Prompt:
         text, _ = self._renderer.render(
-            normalize_messages(messages),
+            plain_messages(messages),
             add_generation_prompt=add_generation_prompt,
             template_arguments=plain_copy(template_arguments or {}),
         )

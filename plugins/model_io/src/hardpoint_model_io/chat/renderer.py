@@ -11,6 +11,7 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint_model_io.chat.messages import normalize_messages
 from hardpoint_model_io.chat.template import ChatTemplate
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -52,7 +53,8 @@ class JinjaRenderer(ChatRenderer):
         if clash := (_RESERVED | self._special.keys()) & given.keys():
             raise InvalidRequestError(f"the template argument {min(clash)!r} is reserved", param=min(clash))
         variables = {"tools": None, "documents": None, **given}
-        variables["messages"] = [_as_expected(message, self._template.is_structured) for message in messages]
+        structured = self._template.is_structured
+        variables["messages"] = [_as_expected(message, structured) for message in normalize_messages(messages)]
         fixed = {**self._special, "add_generation_prompt": add_generation_prompt}
         text = self._template.render({**variables, **fixed})
         self._check_length(text)
@@ -102,11 +104,11 @@ class JinjaRenderer(ChatRenderer):
         return rendered.translate(restore), ids
 
 
-def _as_expected(message: Mapping[str, Any], structured: bool) -> dict[str, Any]:
+def _as_expected(message: dict[str, Any], structured: bool) -> dict[str, Any]:
     """The message with ``content`` in the form that the template reads: typed parts, or one text."""
     parts = message["content"]
     if structured and parts:
-        return dict(message)
+        return message
     return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
