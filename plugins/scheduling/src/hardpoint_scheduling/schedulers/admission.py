@@ -9,7 +9,7 @@ import numpy as np
 from hardpoint.interfaces import NewRow, PauseMode
 from hardpoint_scheduling.kv_cache.coordinator import Blocks, Gates, PrefixHit, Segments
 from hardpoint_scheduling.schedulers.plan import StepPlan
-from hardpoint_scheduling.schedulers.queues import WaitQueue
+from hardpoint_scheduling.schedulers.queues import LiveQueue
 from hardpoint_scheduling.schedulers.request import LiveRequest, RequestStatus
 from hardpoint_scheduling.schedulers.state import SchedulerState
 
@@ -46,10 +46,11 @@ class Admission:
                 break
             if answer is _Answer.SET_ASIDE:
                 set_aside.append(request)
-        state.skipped.prepend_all(set_aside)
+        for request in reversed(set_aside):
+            state.skipped.prepend(request)
         state.running.extend(plan.admitted)
 
-    def _next_queue(self) -> WaitQueue | None:
+    def _next_queue(self) -> LiveQueue | None:
         """Requests held back earlier come first (R3.5). None when nobody may enter."""
         state = self._state
         if len(state.skipped):

@@ -11,6 +11,7 @@ from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher, environment_seed, load_hash_function, root_hash
 from hardpoint_scheduling.kv_cache.registry import load_registry
 from hardpoint_scheduling.schedulers.extensions import host_extensions
+from hardpoint_scheduling.schedulers.policies.fcfs import FcfsPolicy
 from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.schedulers.state import SchedulerState
@@ -72,6 +73,7 @@ def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[]
             hasher=ChainedHasher(function, kv.hash_block_size, root),
             extensions=host_extensions(ctx.extensions),
             table=SlotTable(ctx.limits.max_num_seqs),
+            policy=FcfsPolicy(),
             clock=clock,
         )
     )

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hardpoint.interfaces import EngineOutput, PauseMode, SchedulerLimits, SchedulerOutput
+from hardpoint.interfaces import EngineOutput, PauseMode, SchedulerLimits, SchedulerOutput, SchedulingPolicy
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher
 from hardpoint_scheduling.schedulers.extensions import ExtensionHost
 from hardpoint_scheduling.schedulers.fences import Fences
-from hardpoint_scheduling.schedulers.queues import RunningList, WaitQueue
+from hardpoint_scheduling.schedulers.queues import LiveQueue, RunningList, live_queue
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.slots import SlotTable
 
@@ -40,7 +40,7 @@ class SchedulerState:
 
     Attributes:
         live: id to request, the sole truth about who is live (R3.1).
-        waiting: requests that can be admitted. skipped: requests an extension holds back, looked at first (R3.5).
+        waiting: requests that can be admitted. skipped: requests that something holds back.
         ended: terminal outputs that arose while scheduling, delivered with the next update.
         held_blocks: ended requests whose blocks an extension still needs.
         finished_slots, preempted_slots: slots the workers have to drop, reported once.
@@ -51,10 +51,11 @@ class SchedulerState:
     hasher: ChainedHasher
     extensions: ExtensionHost
     table: SlotTable
+    policy: SchedulingPolicy
     clock: Callable[[], float]
     live: dict[str, LiveRequest] = field(default_factory=dict)
-    waiting: WaitQueue = field(default_factory=WaitQueue)
-    skipped: WaitQueue = field(default_factory=WaitQueue)
+    waiting: LiveQueue = field(init=False)
+    skipped: LiveQueue = field(init=False)
     running: RunningList = field(default_factory=RunningList)
     inflight: deque[InflightStep] = field(default_factory=deque)
     fences: Fences = field(default_factory=Fences)
@@ -64,6 +65,9 @@ class SchedulerState:
     preempted_slots: list[int] = field(default_factory=list)
     held_blocks: set[str] = field(default_factory=set)
     pause: PauseMode = PauseMode.NONE
+
+    def __post_init__(self) -> None:
+        self.waiting, self.skipped = live_queue(self.policy), live_queue(self.policy)
 
     @property
     def num_waiting(self) -> int:

@@ -1,0 +1,1 @@
+"""Policies: the order of waiting requests, and who makes room when blocks run out."""
