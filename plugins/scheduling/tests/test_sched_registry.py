@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -41,6 +41,9 @@ class State(KVCacheSpec, frozen=True, kw_only=True):
     """Not an attention spec, registered nowhere."""
 
     kind = "state"
+    heads: ClassVar[int] = 1
+    tokens_per_state: ClassVar[int] = 0
+    content_bytes: ClassVar[int] = 24
 
 
 class StateManager(FullAttentionManager):
@@ -151,7 +154,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces import KVCacheSpec, KVPlanRequest
 from hardpoint_scheduling.kv_cache.layouts import LayerOutermostLayout
 class Unknown(KVCacheSpec, frozen=True, kw_only=True):
-    pass
+    heads = tokens_per_state = content_bytes = 1
 assert False, "assertions are on"
 try:
     LayerOutermostLayout().plan(KVPlanRequest({"odd": Unknown(block_size=4)}, 1 << 40, 8, 8))

@@ -27,9 +27,16 @@ from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
 from hardpoint.interfaces.io_processor import IOProcessor, IOProcessorContext, IORequest
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import (
-    AttentionSpec, BlockHash, BlockHashWithGroup, DTYPE_BYTES, FullAttentionSpec, HashContext, HashFunction,
-    KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager, KVCacheSpec, KVCacheTensor, KVLayout, KVPlanRequest,
-    KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, WireSpec, group_key, spec_from_wire, spec_to_wire,
+    BlockHash, BlockHashWithGroup, HashContext, HashFunction, KVBlockPool, KVCacheConfig, KVCacheGroup, KVCacheManager,
+    KVCacheTensor, KVLayout, KVPlanRequest, KVSpecRegistration, LayerSpec, NULL_BLOCK_ID, group_key,
+)
+from hardpoint.interfaces.kv_cache_specs import (
+    AttentionSpec, ChunkedLocalAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec, FullAttentionSpec,
+    KVCacheSpec, MLASpec, MambaCacheMode, MambaSpec, MixedSizeSpec, SlidingWindowSpec, WireSpec, spec_from_wire,
+    spec_to_wire,
+)
+from hardpoint.interfaces.kv_dtypes import (
+    DTYPE_BYTES, KVQuantization, KVStorage, dtype_bytes, kv_storage, register_kv_storage,
 )
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOutput, WeightRule
@@ -64,24 +71,27 @@ __all__ = [
     "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "ENCODER_INPUTS", "NULL_BLOCK_ID", "WORKER_RPC",
     "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
     "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
-    "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "CliCommand",
-    "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CustomOperator", "CustomOps", "DecodeStream",
-    "Deferred", "DeviceDescription", "DeviceMap", "EncoderInputs", "Endpoint", "EndpointContext", "EngineClient",
-    "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch",
-    "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport",
-    "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool",
-    "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest",
-    "KVSpecRegistration", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape",
-    "LoadResult", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MetricsExporter",
-    "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow",
-    "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform",
-    "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration", "PositionLogprobs", "ProbeResult",
-    "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished", "RequestMetrics",
-    "RequestOptions", "RequestOutput", "RequestQueue", "RequestView", "RowFailure", "RpcMethod", "RunnerOutput",
-    "SamplingParams", "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits", "SchedulerOutput",
-    "SchedulerStats", "SchedulingPolicy", "ServerFacts", "StageOutput", "StageRange", "StatLogger", "StepObserved",
-    "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted",
-    "VisibleDevice", "WaitReason", "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec",
-    "Worker", "WorkerConfig", "WorkerContext",
-    "declaration_of", "group_key", "plugin", "smallest_block_size", "spec_from_wire", "spec_to_wire",
+    "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "ChunkedLocalAttentionSpec",
+    "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator",
+    "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap", "EncoderInputs",
+    "EncoderOnlyAttentionSpec", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs",
+    "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason",
+    "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction",
+    "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool", "KVCacheConfig", "KVCacheGroup",
+    "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVQuantization",
+    "KVSpecRegistration", "KVStorage", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod",
+    "LinearShape", "LoadResult", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange",
+    "MLASpec", "MambaCacheMode", "MambaSpec", "MetricsExporter", "MixedSizeSpec", "Model", "ModelArtifact",
+    "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind",
+    "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess",
+    "PluginContext", "PluginDeclaration", "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt",
+    "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestQueue",
+    "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",
+    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "SchedulingPolicy", "ServerFacts",
+    "SlidingWindowSpec", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
+    "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason",
+    "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig",
+    "WorkerContext",
+    "declaration_of", "dtype_bytes", "group_key", "kv_storage", "plugin", "register_kv_storage", "smallest_block_size",
+    "spec_from_wire", "spec_to_wire",
 ]

@@ -1,21 +1,20 @@
-"""KV cache records: what one layer stores, how layers share memory, and what a manager must do.
-
-Specs are frozen, hashable and compare by value, so layers, scheduler and workers share one object. Page arithmetic
-lives
-here and nowhere else.
-"""
+"""KV cache records: how layers share memory, and what a manager must do. ``kv_cache_specs`` has what a layer stores."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar, NewType, Protocol
 
 import msgspec
 
-from hardpoint.errors import ConfigError
+from hardpoint.interfaces.kv_cache_specs import AttentionSpec as AttentionSpec
+from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec as FullAttentionSpec
+from hardpoint.interfaces.kv_cache_specs import KVCacheSpec as KVCacheSpec
+from hardpoint.interfaces.kv_cache_specs import WireSpec as WireSpec
+from hardpoint.interfaces.kv_cache_specs import spec_from_wire as spec_from_wire
+from hardpoint.interfaces.kv_cache_specs import spec_to_wire as spec_to_wire
 from hardpoint.interfaces.plugin import PluginContext
 
 BlockHash = NewType("BlockHash", bytes)
@@ -24,116 +23,10 @@ BlockHashWithGroup = NewType("BlockHashWithGroup", bytes)
 NULL_BLOCK_ID = 0
 """Block 0 is never owned: padding rows and positions without KV point at it."""
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-}
-
 
 def group_key(block_hash: BlockHash, group: int) -> BlockHashWithGroup:
     """Index key of a block: the hash followed by the group id as four big-endian bytes (R11.2)."""
     return BlockHashWithGroup(block_hash + group.to_bytes(4, "big"))
-
-
-class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Physical format of one layer's cache. Subclasses set ``kind`` to their ``kv_cache_spec`` plugin name.
-
-    ``block_size`` is in tokens. A subclass must define ``heads`` and ``content_bytes``; ``tokens_per_state`` is an
-    exact
-    positive integer or fraction (never a float) that divides the block evenly.
-    """
-
-    kind: ClassVar[str] = ""
-
-    block_size: int
-
-    @property
-    def heads(self) -> int:
-        raise TypeError(f"{type(self).__name__} defines no 'heads'; a KV cache spec must")
-
-    @property
-    def content_bytes(self) -> int:
-        """Bytes per head and state."""
-        raise TypeError(f"{type(self).__name__} defines no 'content_bytes'; a KV cache spec must")
-
-    @property
-    def tokens_per_state(self) -> int | Fraction:
-        return 1
-
-    @property
-    def states_per_block(self) -> int:
-        states = Fraction(self.block_size) / Fraction(self.tokens_per_state)
-        if states.denominator != 1 or states <= 0:
-            raise ConfigError(
-                f"{type(self).__name__}: block size {self.block_size} is not a whole number of states of "
-                f"{self.tokens_per_state} tokens; choose --block-size as a multiple"
-            )
-        return int(states)
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return self.heads * self.states_per_block * self.content_bytes
-
-    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """Upper bound of blocks one sequence can hold; serves both start-up sizing and admission (R1.35)."""
-        del max_in_flight_tokens
-        return -(-max_model_len // self.block_size)
-
-
-class AttentionSpec(KVCacheSpec, frozen=True, kw_only=True):
-    """Keys and values per token. ``dtype`` is the storage dtype by name, ``quantization`` an open mode name."""
-
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    quantization: str = "none"
-
-    @property
-    def heads(self) -> int:
-        return self.num_kv_heads
-
-    @property
-    def content_bytes(self) -> int:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV cache dtype {self.dtype!r} is unknown; allowed: {', '.join(sorted(DTYPE_BYTES))}")
-        return 2 * self.head_size * DTYPE_BYTES[self.dtype]
-
-
-class FullAttentionSpec(AttentionSpec, frozen=True, kw_only=True):
-    """Every token is kept. ``sliding_window``: the layer computes with a window although all blocks are held
-    (R1.28)."""
-
-    kind: ClassVar[str] = "full_attention"
-
-    sliding_window: int | None = None
-    chunk_size: int | None = None
-
-
-class WireSpec(msgspec.Struct, frozen=True):
-    """A spec on its way between processes: its plugin name and its fields as msgpack."""
-
-    kind: str
-    fields: bytes
-
-
-def spec_to_wire(spec: KVCacheSpec) -> WireSpec:
-    return WireSpec(spec.kind, msgspec.msgpack.encode(spec))
-
-
-def spec_from_wire(wire: WireSpec, classes: Mapping[str, type[KVCacheSpec]]) -> KVCacheSpec:
-    """Rebuild a spec. ``classes`` maps installed ``kv_cache_spec`` names; raises ``ConfigError`` for an unknown one."""
-    spec_class = classes.get(wire.kind)
-    if spec_class is None:
-        known = ", ".join(sorted(classes)) or "none"
-        raise ConfigError(f"KV cache spec {wire.kind!r} has no plugin; installed: {known}")
-    return msgspec.msgpack.decode(wire.fields, type=spec_class)
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -243,7 +136,15 @@ class KVCacheManager(ABC):
     """Blocks of one group. An id in a table never changes once handed out, except to the null block; tables only grow.
 
     ``num_tokens`` arguments count from the start of the sequence. No method blocks or does I/O.
+
+    ``keeps_all``: no block is given up before the end, so any shorter prefix of a hit is a hit too. ``grows``: tables
+    follow the tokens of the sequence (False: they are complete after the first ``allocate``). ``caches_prefixes``:
+    False rules out prefix hits for the whole model.
     """
+
+    keeps_all: ClassVar[bool] = False
+    grows: bool = True
+    caches_prefixes: bool = True
 
     @abstractmethod
     def blocks_needed(self, request_id: str, num_tokens: int, num_hit_blocks: int) -> int:
@@ -260,6 +161,25 @@ class KVCacheManager(ABC):
     @abstractmethod
     def allocate(self, request_id: str, num_tokens: int) -> Sequence[int]:
         """Grow the table to cover ``num_tokens`` and return the new ids. Raises ``OutOfBlocksError`` if short."""
+
+    def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
+        """:meth:`allocate` row by row, up to the first that needs more than is left of ``num_free`` blocks."""
+        grown: list[Sequence[int]] = []
+        for request_id, end in zip(request_ids, ends, strict=True):
+            needed = self.blocks_needed(request_id, end, 0)
+            if needed > num_free:
+                break
+            num_free -= needed
+            grown.append(self.allocate(request_id, end))
+        return grown
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token behind the first ``num_computed_tokens`` reads; they need not be held."""
+        return 0
+
+    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
+        """Give up the skipped blocks of a request whose first ``num_processed_tokens`` cannot be taken back."""
+        return None
 
     @abstractmethod
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
