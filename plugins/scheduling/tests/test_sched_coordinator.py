@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -251,3 +252,64 @@ def test_partial_blocks_are_not_entered_and_each_block_only_once() -> None:
     manager.cache_full_blocks("a", HASHES, 12)
     assert pool.num_cached == 3
     assert list(manager.find_hit(HASHES, 12)) == list(manager.block_ids("a"))
+
+
+def test_rows_at_a_boundary_grow_together_up_to_the_first_that_is_short() -> None:
+    """R3.71, R3.14: the batch call takes what row by row calls would, in the same order."""
+    for sizes in ((4,), (4, 8)):
+        one, many = coordinator(22, *sizes), coordinator(22, *sizes)
+        names = ["a", "b", "c", "d"]
+        for kv in (one, many):
+            for name in names:
+                admit(kv, name, 4)
+        ends = [8, 4, 17, 8]
+        growth = many.grow_many(names, ends)
+        alone = [one.grow(name, end) for name, end in zip(names, ends, strict=True)]
+        assert growth.num_rows == 4
+        assert [[list(ids) for ids in growth.row(i)] for i in range(4)] == [
+            [list(ids) for ids in blocks] for blocks in alone if blocks is not None
+        ]
+        assert many.tables().keys() == one.tables().keys()
+        free = many.pool.num_free
+        short = many.grow_many(names, [12, 4 * free + 40, 12, 12])
+        assert short.num_rows == 1
+        assert len(short.ids[0]) == 1
+        many.pool.check_integrity(many.tables())
+    assert coordinator(4).grow_many([], []).num_rows == 0
+
+
+def test_a_row_without_blocks_can_grow_in_a_batch() -> None:
+    kv = coordinator(10)
+    admit(kv, "a", 4)
+    growth = kv.grow_many(["a", "new"], [5, 8], processed=[4, 0])
+    assert [len(growth.row(i)[0]) for i in range(2)] == [1, 2]
+    assert not kv.releases
+    kv.release_unneeded("a", 4)
+    assert len(kv.block_ids("a")[0]) == 2
+
+
+def test_full_blocks_of_many_requests_are_entered_like_one_by_one() -> None:
+    """R3.20."""
+    kv = coordinator(40, 4, 8)
+    for name in "ab":
+        admit(kv, name, 16)
+    other = [BlockHash(bytes([200 + i]) * 32) for i in range(8)]
+    kv.enter_full_blocks_many(["a", "b"], [HASHES, other], [16, 9])
+    assert kv.find_prefix(HASHES, 17).num_tokens == 16
+    assert kv.find_prefix(other, 17).num_tokens == 8
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_at_a_block_boundary_is_cheap() -> None:
+    """256 rows that all need a block: a fraction of a millisecond; the bound allows for a busy machine."""
+    kv = coordinator(20_000, 16, max_model_len=10_000)
+    names = [f"r{i}" for i in range(256)]
+    for name in names:
+        admit(kv, name, 16)
+    times = []
+    for turn in range(1, 12):
+        start = time.perf_counter()
+        growth = kv.grow_many(names, [16 * turn + 1] * 256)
+        times.append(time.perf_counter() - start)
+        assert growth.num_rows == 256
+    assert min(times) < 3e-3

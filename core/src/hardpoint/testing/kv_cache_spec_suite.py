@@ -113,6 +113,7 @@ class KVCacheSpecSuite(PluginSuite):
             same = msgspec.structs.replace(spec)
             assert spec == same
             assert hash(spec) == hash(same), "equal specs have different hashes"
+            assert spec.slot_key == same.slot_key, "equal specs need different token slots"
             assert spec != msgspec.structs.replace(spec, block_size=2 * spec.block_size)
             with pytest.raises(AttributeError):
                 spec.block_size = 1  # type: ignore[misc]
@@ -150,6 +151,37 @@ class KVCacheSpecSuite(PluginSuite):
         for num_tokens in (1, spec.block_size, 2 * spec.block_size):
             assert list(manager.allocate("a", num_tokens)) == []
         assert list(manager.block_ids("a")) == first
+
+    def test_rows_grow_in_their_order(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.71: many rows in one call get what each would get alone, and the first that is short ends it."""
+        names = ["a", "b", "c"]
+        for name in names[:2]:
+            manager.allocate(name, spec.block_size)
+        ends = [2 * spec.block_size, spec.block_size, 3 * spec.block_size]
+        needed = [manager.blocks_needed(name, end, 0) for name, end in zip(names, ends, strict=True)]
+        grown = manager.allocate_many(names, ends, sum(needed) - 1 if needed[2] else sum(needed))
+        assert [len(new) for new in grown] == (needed[:2] if needed[2] else needed), "not the rows that fit"
+        pool.check({name: manager.block_ids(name) for name in names})
+        for name, new in zip(names, grown, strict=False):
+            table = list(manager.block_ids(name))
+            assert table[len(table) - len(new) :] == list(new), "a row got other ids than were returned"
+
+    def test_what_is_skipped_can_be_given_up(self, manager: KVCacheManager, spec: KVCacheSpec, pool: Any) -> None:
+        """R3.12, R3.77: only leading blocks are given up, the null block takes their place, once."""
+        length = 6 * spec.block_size
+        manager.allocate("a", length)
+        before = list(manager.block_ids("a"))
+        for processed in (1, 3 * spec.block_size, length, length):
+            skipped = manager.num_skipped_blocks(processed)
+            assert 0 <= skipped * spec.block_size <= processed, "a token that is not computed yet is skipped"
+            assert not (skipped and self.keeps_all), "blocks are skipped although the spec keeps them all"
+            manager.release_unneeded("a", processed)
+            table = list(manager.block_ids("a"))
+            self.check_kept(before, table)
+            assert not any(table[:skipped]), "a skipped block is still held"
+            assert table[skipped:] == before[skipped:], "a block that later tokens read was given up"
+            pool.check({"a": table})
+        manager.release_unneeded("nobody", length)
 
     def test_hits_count_as_held(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
         """R3.70: admission asks before anything is adopted."""

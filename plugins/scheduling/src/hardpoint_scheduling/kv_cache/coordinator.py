@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockHash, Int32Array, KVCacheConfig, KVCacheManager, KVCacheSpec, spec_from_wire
+from hardpoint.interfaces import (
+    BlockHash,
+    Int32Array,
+    KVCacheConfig,
+    KVCacheManager,
+    KVCacheSpec,
+    group_key,
+    spec_from_wire,
+)
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
@@ -51,6 +59,18 @@ class Gates:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks that the first ``num_rows`` rows of a batch got: ``ids[group][row]``, in the order in which they came."""
+
+    num_rows: int
+    ids: tuple[Sequence[Sequence[int]], ...]
+
+    def row(self, index: int) -> Blocks:
+        """What one row got, per group."""
+        return tuple(group[index] for group in self.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     manager: KVCacheManager
     block_size: int
@@ -75,6 +95,11 @@ class KVCoordinator:
         self.max_model_len = max_model_len
         self.hash_block_size = hash_block_size([spec.block_size for spec in specs])
         self._groups = tuple(self._group(registry, index, spec) for index, spec in enumerate(specs))
+        self._releasing = tuple(
+            group.manager
+            for group in self._groups
+            if type(group.manager).release_unneeded is not KVCacheManager.release_unneeded
+        )
         self._holders: dict[str, None] = {}
         self._largest_fit = self._find_largest_fit(specs)
 
@@ -150,10 +175,53 @@ class KVCoordinator:
             return None
         return tuple(group.manager.allocate(request_id, num_tokens) for group in groups)
 
+    def grow_many(
+        self, request_ids: Sequence[str], ends: Sequence[int], processed: Sequence[int] | None = None
+    ) -> Growth:
+        """:meth:`grow` for distinct requests in their order, up to the first that does not get its blocks.
+
+        ``processed``: per row what :meth:`release_unneeded` takes; given, each row gives up before it takes (R3.71).
+        The result's ``num_rows`` is the index of the row that came away empty, or the number of rows.
+        """
+        releases = processed is not None and self.releases
+        if len(self._groups) == 1 and not releases:
+            rows = self._groups[0].manager.allocate_many(request_ids, ends, self.pool.num_free)
+            return Growth(len(rows), (rows,))
+        grown: list[Blocks] = []
+        for position, (request_id, end) in enumerate(zip(request_ids, ends, strict=True)):
+            if processed is not None and releases:
+                self.release_unneeded(request_id, processed[position])
+            blocks = self.grow(request_id, end)
+            if blocks is None:
+                break
+            grown.append(blocks)
+        return Growth(len(grown), tuple([blocks[group] for blocks in grown] for group in range(len(self._groups))))
+
+    @property
+    def releases(self) -> bool:
+        """Whether any group gives blocks up before a request ends."""
+        return bool(self._releasing)
+
+    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
+        """Give up blocks that no later token reads. Tokens behind ``num_processed_tokens`` may still be in flight or be
+        taken back, so they do not count (R3.77)."""
+        for manager in self._releasing:
+            manager.release_unneeded(request_id, num_processed_tokens)
+
     def enter_full_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Let later requests find the complete blocks among the first ``num_tokens``."""
         for group in self._groups:
             group.manager.cache_full_blocks(request_id, group.hashes(hashes), num_tokens)
+
+    def enter_full_blocks_many(
+        self, request_ids: Sequence[str], hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
+    ) -> None:
+        """:meth:`enter_full_blocks` for many requests, each with its hashes."""
+        for group in self._groups:
+            enter = group.manager.cache_full_blocks
+            own = hashes if group.scale == 1 else [group.hashes(of_request) for of_request in hashes]
+            for request_id, of_request, end in zip(request_ids, own, ends, strict=True):
+                enter(request_id, of_request, end)
 
     def free(self, request_id: str) -> None:
         """Give up all blocks. A request without blocks is not an error."""
@@ -166,6 +234,14 @@ class KVCoordinator:
         for blocks in self.block_ids(request_id):
             for block in blocks:
                 self.pool.forget(block)
+
+    def forget_hashes(self, hashes: Sequence[BlockHash]) -> None:
+        """Take every block with one of ``hashes`` out of the prefix index, whoever holds it or has let it go."""
+        for index, group in enumerate(self._groups):
+            for block_hash in group.hashes(hashes):
+                key = group_key(block_hash, index)
+                while (block := self.pool.find(key)) is not None:
+                    self.pool.forget(block)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._holders

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import ClassVar
 
 from hardpoint.interfaces import (
     BlockHash,
+    BlockHashWithGroup,
     FullAttentionSpec,
     KVBlockPool,
     KVCacheManager,
@@ -23,9 +25,12 @@ from hardpoint_scheduling.views import ReadOnlyView
 class FullAttentionManager(KVCacheManager):
     """One table per request, one block per ``block_size`` tokens, nothing released before the end."""
 
+    keeps_all: ClassVar[bool] = True
+
     def __init__(self, pool: KVBlockPool, group_id: int, spec: KVCacheSpec) -> None:
         self._pool = pool
         self._group_id = group_id
+        self._key_suffix = group_key(BlockHash(b""), group_id)
         self._block_size = spec.block_size
         self._tables: dict[str, list[int]] = {}
         # Leading blocks of each table that were offered to the prefix index.
@@ -59,15 +64,39 @@ class FullAttentionManager(KVCacheManager):
             table.extend(blocks)
         return blocks
 
+    def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
+        """Rows at a block boundary come together, so they are served by one call to the pool."""
+        size = self._block_size
+        try:
+            tables = [self._tables[request_id] for request_id in request_ids]
+        except KeyError:
+            return super().allocate_many(request_ids, ends, num_free)
+        counts = [max(-(-end // size) - len(table), 0) for end, table in zip(ends, tables, strict=True)]
+        total = sum(counts)
+        if total > num_free:
+            return super().allocate_many(request_ids, ends, num_free)
+        blocks = self._pool.allocate(total)
+        grown: list[Sequence[int]] = []
+        start = 0
+        for table, count in zip(tables, counts, strict=True):
+            new = blocks[start : start + count]
+            table.extend(new)
+            grown.append(new)
+            start += count
+        return grown
+
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         table = self._tables.get(request_id)
         if table is None:
             return
         first = self._num_entered[request_id]
         full = min(num_tokens // self._block_size, len(table), len(block_hashes))
+        if full <= first:
+            return
+        remember, suffix = self._pool.remember, self._key_suffix
         for position in range(first, full):
-            self._pool.remember(table[position], group_key(block_hashes[position], self._group_id))
-        self._num_entered[request_id] = max(first, full)
+            remember(table[position], BlockHashWithGroup(block_hashes[position] + suffix))
+        self._num_entered[request_id] = full
 
     def free(self, request_id: str) -> None:
         table = self._tables.pop(request_id, None)
