@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,8 @@ def prepare(
             **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),
         num_blocks=engine.cache.num_kv_blocks,
+        hybrid_kv_cache=engine.cache.hybrid_kv_cache,
+        block_size_rules=_block_size_rules(runtime, runtime.platform, settings),  # type: ignore[arg-type]
         io_processor=io_processor or None,
         chat_template=_read_template(engine.model.chat_template_file),
         runtime_dir=runtime_dir,
@@ -239,20 +241,30 @@ def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> En
     return settings
 
 
-def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: EngineSettings) -> int:
-    """The first phase of block-size alignment: only where neither user nor platform chose. Imports no backend.
+def _attention_candidates(platform: Platform, settings: EngineSettings) -> Sequence[str]:
+    return [settings.attention_backend] if settings.attention_backend else platform.attention_candidates()
 
-    Backends whose manifest states no sizes have no say here; the worker still refuses a size that they cannot use.
+
+def _block_size_rules(runtime: PluginRuntime, platform: Platform, settings: EngineSettings) -> dict[str, BlockSizeRule]:
+    """The sizes that manifests of the attention backends in question state. Imports no backend.
+
+    Backends whose manifest states none have no say here; the worker still refuses a size that they cannot use.
     """
-    candidates = [settings.attention_backend] if settings.attention_backend else platform.attention_candidates()
+    candidates = _attention_candidates(platform, settings)
     rules = {}
     for planned in runtime.plan.of("attention_backend"):
         manifest = load_manifest(planned) if planned.name in candidates else None
         if manifest is not None and BLOCK_SIZES_CAPABILITY in manifest.capabilities:
             stated = manifest.capabilities[BLOCK_SIZES_CAPABILITY]
             rules[planned.name] = BlockSizeRule.from_capability(stated, planned.label)
+    return rules
+
+
+def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: EngineSettings) -> int:
+    """The first phase of block-size alignment: only where neither user nor platform chose."""
+    rules = _block_size_rules(runtime, platform, settings)
     if not rules and settings.preferred_block_size is None:
-        named = ", ".join(candidates) or "none"
+        named = ", ".join(_attention_candidates(platform, settings)) or "none"
         raise ConfigError(
             f"neither {platform.name!r} nor a manifest ({named}) states a KV block size; set --block-size"
         )

@@ -56,6 +56,8 @@ class CacheConfig(_Section):
     """block hash (plugin name)"""
     kv_layout: str = "layer_outermost"
     """memory layout of the KV cache (plugin name)"""
+    hybrid_kv_cache: bool = True
+    """layers with a window keep its blocks only; off: all layers keep the blocks of all tokens"""
 
 
 class SchedulerConfig(_Section):

@@ -76,6 +76,9 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
             max_model_len=longest,
             max_num_batched_tokens=spec.limits.max_num_batched_tokens,
             num_blocks=spec.num_blocks,
+            roles={layer.layer_name: layer.role for layer in layers if layer.role},
+            hybrid=spec.hybrid_kv_cache,
+            block_size_rules=spec.block_size_rules,
         )
     )
     tokens = (config.num_blocks - 1) * block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hardpoint.interfaces.block_size import BlockSizeRule
 from hardpoint.interfaces.engine import ModelLimits
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.scheduler import SchedulerLimits
@@ -17,6 +18,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         model_name: the served name.
         plan: the encoded plugin plan; every process boots from it.
         num_blocks: KV blocks including the null block, or None to divide the worker's budget.
+        hybrid_kv_cache: layers may have block tables of different kinds; ``block_size_rules`` by attention backend.
         chat_template: overrides the tokenizer's own, or None.
         io_processor: None for a model without one.
         runtime_dir: private folder (0700) for sockets.
@@ -36,6 +38,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: SchedulerLimits
     model_limits: ModelLimits
     num_blocks: int | None = None
+    hybrid_kv_cache: bool = True
+    block_size_rules: dict[str, BlockSizeRule] = {}
     chat_template: str | None = None
     io_processor: str | None = None
     runtime_dir: str = ""

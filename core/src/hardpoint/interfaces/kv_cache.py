@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NewType, Protocol
 
 import msgspec
 
+from hardpoint.interfaces.block_size import BlockSizeRule
 from hardpoint.interfaces.kv_cache_specs import AttentionSpec as AttentionSpec
 from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec as FullAttentionSpec
 from hardpoint.interfaces.kv_cache_specs import KVCacheSpec as KVCacheSpec
@@ -41,7 +42,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One flat buffer shared by same-shaped layers: page (layer l, block b) starts at
     ``offset + l * layer_stride + b * block_stride`` bytes (R1.40).
 
-    Tensors with an equal ``buffer`` number share one allocation; None means one of its own.
+    Tensors with an equal ``buffer`` number share one allocation; None means one of its own. ``order`` names the
+    dimensions from the outermost to the innermost; strides that are not given follow from it (R1.43).
     """
 
     size: int
@@ -50,6 +52,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
     block_stride: int
     offset: int = 0
     buffer: int | None = None
+    order: tuple[str, ...] = ("layer", "block", "head", "state", "content")
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
@@ -63,13 +66,23 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
 class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The agreed memory plan, equal in scheduler and workers. ``num_blocks`` includes the null block.
 
-    ``tensors`` serve every rank unless ``tensors_by_rank`` gives each its own (pipeline stages).
+    ``tensors`` serve every rank unless ``tensors_by_rank`` gives each its own (pipeline stages). ``layout`` is the
+    plugin's name, for messages.
     """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     tensors: tuple[KVCacheTensor, ...]
     tensors_by_rank: tuple[tuple[KVCacheTensor, ...], ...] = ()
+    layout: str = ""
+
+    def layer_specs(self, wished: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+        """What the layers of a worker got for what they wished: other block sizes and padding, where the plan says so.
+
+        A wish of a layer outside the plan is left out, and so is a planned layer that this worker does not have.
+        """
+        places = [(name, group.spec, i) for group in self.groups for i, name in enumerate(group.layer_names)]
+        return {name: spec.granted(wished[name], i) for name, spec, i in places if name in wished}
 
     def tensors_of(self, rank: int) -> tuple[KVCacheTensor, ...]:
         """The buffers ``rank`` allocates."""
@@ -86,8 +99,12 @@ class KVLayout(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KVPlanRequest:
-    """``budget_bytes`` per worker; ``num_blocks`` overrides the division when set; ``specs`` by layer in model
-    order."""
+    """``budget_bytes`` per worker; ``num_blocks`` overrides the division when set; ``specs`` by layer in model order.
+
+    ``roles`` are those of layers that have one. ``hybrid`` False: all layers share one block table, so that those with
+    a window hold the blocks of all tokens (R1.28). ``block_size_rules``: sizes that attention backends accept, by
+    backend, for layouts that enlarge blocks.
+    """
 
     specs: Mapping[str, KVCacheSpec]
     budget_bytes: int
@@ -95,6 +112,9 @@ class KVPlanRequest:
     max_num_batched_tokens: int
     num_blocks: int | None = None
     layers_by_rank: tuple[tuple[str, ...], ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
+    hybrid: bool = True
+    block_size_rules: Mapping[str, BlockSizeRule] = field(default_factory=dict)
 
 
 class KVBlockPool(Protocol):
@@ -199,13 +219,14 @@ class KVSpecRegistration:
     """What a ``kv_cache_spec`` plugin's factory returns.
 
     ``manager`` builds the manager of a group from ``(block_pool, group_id, spec)``. ``grouping_base`` must be an
-    ancestor of ``spec_class`` (default: itself).
+    ancestor of ``spec_class`` (default: itself). ``roles``: groups of these are the manager's whatever their spec.
     """
 
     spec_class: type[KVCacheSpec]
     manager: Callable[[Any, int, Any], KVCacheManager]
     """Its pool is a :class:`KVBlockPool`, its spec one of ``spec_class``."""
     grouping_base: type[KVCacheSpec] | None = None
+    roles: tuple[str, ...] = ()
 
 
 class HashFunction(Protocol):

@@ -303,6 +303,12 @@ class WireSpec(msgspec.Struct, frozen=True):
         """The plugins it takes to rebuild it."""
         return frozenset(kind for part in self.parts for kind in part.kinds) or frozenset((self.kind,))
 
+    def granted(self, wished: KVCacheSpec, layer: int) -> KVCacheSpec:
+        """``wished`` by a group's layer number ``layer``, with the block size and the padding that this spec has."""
+        fields = msgspec.msgpack.decode(self.parts[layer].fields if self.parts else self.fields)
+        sizes = {name: fields[name] for name in KVCacheSpec.__struct_fields__}
+        return msgspec.structs.replace(wished, **sizes)
+
 
 def spec_to_wire(spec: KVCacheSpec) -> WireSpec:
     if isinstance(spec, MixedSizeSpec):
