@@ -181,19 +181,6 @@ def test_a_resumed_request_adopts_what_is_left_of_its_blocks() -> None:
     assert loop.outputs["b"][-1].num_cached_tokens == 0
 
 
-def test_a_victim_with_a_step_under_way_is_left_alone() -> None:
-    """R3.49, P3.3: the loop ends early instead of preempting or spinning."""
-    scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=64, prefix_caching=False)
-    for name in ("a", "b"):
-        scheduler.add(request(name, range(3, 15)))
-    first = scheduler.schedule()
-    scheduler._state.table.num_tokens[:2] += 1
-    step = scheduler.schedule()
-    assert step.num_rows == 0
-    assert scheduler.stats().num_preemptions == 0
-    assert first.num_rows == 2
-
-
 # Admission gates
 
 
@@ -364,7 +351,7 @@ def test_pausing_everything_schedules_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"max_inflight_steps": 2}, "max_inflight_steps is 2"),
+        ({"max_inflight_steps": 0}, "max_inflight_steps is 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_active_seqs": 5}, "max_num_active_seqs is 5; allowed: 1 to max_num_seqs"),

@@ -121,20 +121,6 @@ def test_a_waiting_request_can_be_ended_without_a_step() -> None:
     scheduler.check_integrity()
 
 
-def test_blocks_written_by_a_step_under_way_are_freed_when_it_is_updated() -> None:
-    """R3.86, R3.87, P3.4: nobody gets them before."""
-    scheduler = make_scheduler(num_blocks=5)
-    scheduler.add(request("a", range(3, 15)))
-    step = scheduler.schedule()
-    assert len(scheduler.finish(["a"], FinishReason.ABORT)) == 1
-    assert scheduler.stats().num_free_blocks == 1
-    with pytest.raises(ValueError, match="still holds blocks"):
-        scheduler.add(request("a", [4]))
-    assert scheduler.update(step, answer(step)) == []
-    assert scheduler.stats().num_free_blocks == 4
-    scheduler.check_integrity()
-
-
 def test_a_late_result_does_not_reach_the_next_owner_of_the_slot() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(request("a", [4, 5]))

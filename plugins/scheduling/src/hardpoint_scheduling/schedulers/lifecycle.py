@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hardpoint.interfaces import EngineOutput, FinishReason
-from hardpoint_scheduling.schedulers.request import FINAL_STATUS, LiveRequest, RequestStatus
+from hardpoint_scheduling.schedulers.request import FINAL_STATUS, LiveRequest, Milestone, RequestStatus
 from hardpoint_scheduling.schedulers.state import SchedulerState
 
 
@@ -36,8 +36,12 @@ class Lifecycle:
             if request.slot is None:
                 if not state.waiting.discard(request.request_id):
                     state.skipped.discard(request.request_id)
+                state.policy.on_finished(request)
                 continue
+            state.policy.on_finished(request)
             last_step = int(state.table.last_step[request.slot])
+            if reason is not FinishReason.ERROR:
+                self._enter_known_blocks(request)
             # Asked while the counters still show what was computed: a connector may want to send it.
             may_free = state.extensions.may_free(request)
             state.finished_slots.append(state.table.release(request))
@@ -49,22 +53,49 @@ class Lifecycle:
                 state.fences.defer(request.request_id)
 
     def can_preempt(self, request: LiveRequest) -> bool:
-        """Whether preempting frees the blocks now: no step under way writes them (R3.49)."""
+        """Whether preempting frees the blocks now (R3.49)."""
         state = self._state
         return request.slot is not None and state.fences.is_through(int(state.table.last_step[request.slot]))
 
-    def preempt(self, request: LiveRequest) -> None:
-        """Give up blocks and slot and go back to the head of the queue with all tokens kept (R3.78)."""
+    def preempt(self, request: LiveRequest, *, drop_stale: bool = False) -> None:
+        """Give up blocks and slot and go back to the head of the queue with all tokens kept (R3.78).
+
+        What is in flight is stale from now on: it is delivered when it comes back, or thrown away with ``drop_stale``.
+        """
         state = self._state
+        self._enter_known_blocks(request)
+        in_flight = request.num_in_flight_tokens
         state.running.remove_all([request])
         state.preempted_slots.append(state.table.release(request))
         state.kv.free(request.request_id)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
+        # R3.79: a share that was stale before is part of what is in flight, so this is no sum.
+        request.num_stale_tokens = in_flight
+        request.drops_stale = in_flight > 0 and (drop_stale or request.drops_stale)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = []
+        request.note(Milestone.PREEMPTED, state.clock())
         state.counters.preemptions += 1
         state.waiting.prepend(request)
+
+    def preempt_all(self) -> bool:
+        """Preempt everybody and drop what is in flight (R3.22); False, and nobody preempted, if blocks stay in use."""
+        state = self._state
+        running = state.running.requests
+        if not all(self.can_preempt(request) for request in running):
+            return False
+        # The last one first, so that they come back in their order.
+        for request in reversed(running):
+            self.preempt(request, drop_stale=True)
+        return True
+
+    def _enter_known_blocks(self, request: LiveRequest) -> None:
+        """Blocks that became full since the request was scheduled last can be found by others after it let them go."""
+        kv, table, slot = self._state.kv, self._state.table, request.slot
+        end = min(request.num_computed_tokens, request.num_tokens)
+        if kv.prefix_caching and end >= int(table.entered[slot]) + kv.hash_block_size:
+            kv.enter_full_blocks(request.request_id, request.block_hashes, end)
 
     def release_due(self) -> None:
         """Free what a newly processed step no longer needs."""
@@ -80,7 +111,7 @@ class Lifecycle:
             if request_id not in state.held_blocks:
                 continue
             state.held_blocks.remove(request_id)
-            if state.inflight:
-                state.fences.defer(request_id)
-            else:
+            if state.fences.is_through(state.fences.scheduled):
                 state.kv.free(request_id)
+            else:
+                state.fences.defer(request_id)

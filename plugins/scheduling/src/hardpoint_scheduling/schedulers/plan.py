@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
-from hardpoint.interfaces import BlockUpdate, Int32Array, NewRow, SchedulerOutput
-from hardpoint_scheduling.kv_cache.coordinator import Blocks
+from hardpoint.interfaces import BlockUpdate, Int32Array, NewRow, SchedulerOutput, TokenUpdate
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.slots import SlotTable
 
@@ -17,23 +17,50 @@ EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class GrownRows:
-    """Blocks that running requests got in this step: row ``positions[i]`` of the running list got ``blocks[i]``."""
+    """Blocks that running requests got in this step: row ``positions[i]`` of the running list got ``ids[group][i]``."""
 
     positions: list[int] = field(default_factory=list)
-    blocks: list[Blocks] = field(default_factory=list)
+    ids: list[list[Sequence[int]]] = field(default_factory=list)
+
+    def add(self, positions: Sequence[int], ids: Sequence[Sequence[Sequence[int]]]) -> None:
+        """``ids`` per group and row, as the coordinator gives them."""
+        if not self.ids:
+            self.ids = [[] for _ in ids]
+        self.positions.extend(positions)
+        for known, group in zip(self.ids, ids, strict=True):
+            known.extend(group)
+
+    def remove(self, position: int) -> None:
+        """Forget a row, and count those after it one lower."""
+        if position in self.positions:
+            index = self.positions.index(position)
+            for known in self.ids:
+                del known[index]
+            del self.positions[index]
+        self.positions = [other - (other > position) for other in self.positions]
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Rows of running requests as arrays, rows of admitted ones as lists; ``budget`` is what is left of the step,
-    ``prefill_cap`` the most new tokens of one request (None: no cap).
+    """Rows of running requests as arrays, rows of admitted ones as lists.
 
     ``slots``, ``computed`` and ``counts`` are int32 [number of running rows].
+
+    Attributes:
+        budget: tokens that can still be scheduled (R3.31).
+        input_budget: tokens that still fit the workers' batch.
+        appends_drafts: the model appends drafts inside the batch, so a row takes room for them besides its tokens.
+        prefill_cap: the most new tokens of one request, None without a cap (R3.32).
+        defers_prefills: running prefills wait for a later step (R3.43).
     """
 
+    step_id: int
     budget: int
+    input_budget: int
     num_groups: int
     prefill_cap: int | None = None
+    appends_drafts: bool = False
+    defers_prefills: bool = False
     rows: list[LiveRequest] = field(default_factory=list)
     slots: Int32Array = field(default_factory=lambda: EMPTY)
     computed: Int32Array = field(default_factory=lambda: EMPTY)
@@ -44,10 +71,32 @@ class StepPlan:
     admitted_counts: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
 
+    def room(self, draft_slots: int) -> int:
+        """Most new tokens of one more row, for which the model appends up to ``draft_slots`` drafts (R3.45)."""
+        return max(min(self.budget, self.input_budget - draft_slots), 0)
+
+    def charge(self, num_tokens: int, draft_slots: int) -> None:
+        self.budget -= num_tokens
+        self.input_budget -= num_tokens + draft_slots
+
+    @property
+    def all_rows(self) -> list[LiveRequest]:
+        """Requests of the step's rows, in their order."""
+        return self.rows + self.admitted if self.admitted else self.rows
+
     def take_running(
-        self, requests: list[LiveRequest], slots: Int32Array, computed: Int32Array, counts: Int32Array, grown: GrownRows
+        self,
+        requests: list[LiveRequest],
+        slots: Int32Array,
+        computed: Int32Array,
+        counts: Int32Array,
+        grown: GrownRows,
+        draft_slots: int = 0,
     ) -> None:
-        """Adopt the running loop's result. Arrays run over ``requests``; rows with a count of 0 are left out."""
+        """Adopt the running loop's result. Arrays run over ``requests``; rows with a count of 0 are left out.
+
+        ``draft_slots``: of all rows together.
+        """
         keep = counts > 0
         updates = _block_updates(len(requests), self.num_groups, grown)
         if not keep.all():
@@ -56,22 +105,17 @@ class StepPlan:
             slots, computed, counts = slots[chosen], computed[chosen], counts[chosen]
             updates = tuple(BlockUpdate(update.counts[chosen], update.ids) for update in updates)
         self.rows, self.slots, self.computed, self.counts, self.updates = requests, slots, computed, counts, updates
-        self.budget -= int(counts.sum())
+        self.charge(int(counts.sum()), draft_slots)
 
-    def admit(self, request: LiveRequest, num_computed: int, num_new: int, row: NewRow) -> None:
+    def admit(self, request: LiveRequest, num_computed: int, num_new: int, row: NewRow, draft_slots: int = 0) -> None:
         self.admitted.append(request)
         self.admitted_computed.append(num_computed)
         self.admitted_counts.append(num_new)
         self.new_rows.append(row)
-        self.budget -= num_new
+        self.charge(num_new, draft_slots)
 
     def build(
-        self,
-        step_id: int,
-        table: SlotTable,
-        finished_slots: list[int],
-        preempted_slots: list[int],
-        common_blocks: tuple[int, ...],
+        self, table: SlotTable, finished_slots: list[int], preempted_slots: list[int], common_blocks: tuple[int, ...]
     ) -> SchedulerOutput:
         """The finished record. Leaves all state as it is."""
         slots, computed, counts, updates = self.slots, self.computed, self.counts, self.updates
@@ -83,13 +127,15 @@ class StepPlan:
             counts = np.concatenate([counts, _int32(self.admitted_counts)])
             none = np.zeros(len(self.admitted), dtype=np.int32)
             updates = tuple(BlockUpdate(np.concatenate([u.counts, none]), u.ids) for u in updates)
+        # Past the known tokens and the outputs under way come guesses (R3.52).
+        beyond = computed + counts - table.num_tokens[slots] - table.placeholders[slots]
         return SchedulerOutput(
-            step_id=step_id,
+            step_id=self.step_id,
             slots=slots,
             generations=table.generation[slots],
             num_computed_tokens=computed,
             num_scheduled_tokens=counts,
-            samples=computed + counts == table.num_tokens[slots],
+            samples=beyond >= 0,
             new_rows=tuple(self.new_rows),
             new_blocks=updates,
             finished_slots=_int32(finished_slots) if finished_slots else EMPTY,
@@ -97,6 +143,7 @@ class StepPlan:
             blocks_to_zero=EMPTY,
             num_common_prefix_blocks=common_blocks,
             num_tokens=int(counts.sum()),
+            drafts=_drafts(table, slots, beyond) if table.uses_drafts else None,
             extensions={},
         )
 
@@ -105,13 +152,21 @@ def _int32(values: Sequence[int]) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
+def _drafts(table: SlotTable, slots: Int32Array, beyond: Int32Array) -> TokenUpdate | None:
+    counts = np.maximum(beyond, 0)
+    if not counts.any():
+        return None
+    known = table.drafts[slots]
+    return TokenUpdate(counts, known[np.arange(known.shape[1]) < counts[:, None]])
+
+
 def _block_updates(num_rows: int, num_groups: int, grown: GrownRows) -> tuple[BlockUpdate, ...]:
     updates = []
     for group in range(num_groups):
         counts = np.zeros(num_rows, dtype=np.int32)
         ids: Int32Array = EMPTY
         if grown.positions:
-            counts[grown.positions] = [len(blocks[group]) for blocks in grown.blocks]
-            ids = _int32([block for blocks in grown.blocks for block in blocks[group]])
+            counts[grown.positions] = [len(blocks) for blocks in grown.ids[group]]
+            ids = _int32(list(chain.from_iterable(grown.ids[group])))
         updates.append(BlockUpdate(counts, ids))
     return tuple(updates)

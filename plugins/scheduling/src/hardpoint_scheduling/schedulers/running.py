@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from hardpoint.interfaces import Int32Array
+from hardpoint.interfaces import BoolArray, Int32Array
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.plan import GrownRows, StepPlan
 from hardpoint_scheduling.schedulers.request import LiveRequest
@@ -15,19 +16,30 @@ from hardpoint_scheduling.schedulers.state import SchedulerState
 
 @dataclass(slots=True)
 class _Pass:
-    """Arrays over the running list: ``counts`` int32, 0 where a request gets nothing in this step."""
+    """Arrays over the running list, all int32: ``wanted`` tokens if nothing else limits a request, and ``counts``, what
+    it gets; 0 where it gets nothing in this step.
+    """
 
     requests: list[LiveRequest]
     slots: Int32Array
     computed: Int32Array
+    wanted: Int32Array
     counts: Int32Array
     grown: GrownRows
 
+    def remove(self, position: int) -> None:
+        """Take out a row, with whatever it got: its tokens are in the budget again (R3.51)."""
+        self.requests = self.requests[:position] + self.requests[position + 1 :]
+        self.slots, self.computed, self.wanted, self.counts = (
+            np.delete(column, position) for column in (self.slots, self.computed, self.wanted, self.counts)
+        )
+        self.grown.remove(position)
+
 
 class RunningLoop:
-    """First come, first served: the budget goes to the head of the list, shortage of blocks hits its tail.
+    """The budget goes to the head of the list; where blocks are short, the policy says who gives up its own.
 
-    Rows that stay within their blocks are handled as arrays; only a row at a block boundary is visited.
+    Rows that stay within their blocks are handled as arrays; only rows at a block boundary are visited.
     """
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
@@ -37,71 +49,126 @@ class RunningLoop:
     def run(self, plan: StepPlan) -> bool:
         """Fill ``plan`` with running rows. Returns whether anybody was preempted."""
         state = self._state
-        running = state.running
-        if not running.requests or plan.budget <= 0:
+        if not state.running.requests or plan.budget <= 0:
             return False
+        work = self._begin(plan)
         preempted = False
-        work = _Pass(
-            running.requests, running.slots, state.table.computed[running.slots], _zeros(len(running)), GrownRows()
-        )
         start = 0
         while start < len(work.requests):
             self._distribute(work, start, plan)
             short = self._grow(work, start)
             if short is None:
                 break
-            # No blocks for row ``short``: rows before it stand, the last request of the list makes room (R3.48).
-            victim = running.requests[-1]
+            victim = self._victim()
             if not self._lifecycle.can_preempt(victim):
+                # R3.49: its blocks are still written, so preempting would not help; rows before this one stand.
                 work.counts[short:] = 0
                 break
+            position = state.running.requests.index(victim)
             self._lifecycle.preempt(victim)
+            work.remove(position)
             preempted = True
-            self._shorten(work, len(running))
-            start = short
-        plan.take_running(work.requests, work.slots, work.computed, work.counts, work.grown)
+            if position == short:
+                # R3.50: nobody is left to make room.
+                work.counts[short:] = 0
+                break
+            start = short if position > short else short - 1
+        draft_slots = sum(self._draft_slots(work)) if plan.appends_drafts else 0
+        plan.take_running(work.requests, work.slots, work.computed, work.counts, work.grown, draft_slots)
         self._enter_full_blocks(plan)
         return preempted
 
-    def _distribute(self, work: _Pass, start: int, plan: StepPlan) -> None:
-        """New tokens of the rows from ``start`` on, within what earlier rows left of the budget (R3.44, R3.45)."""
-        slots = work.slots[start:]
-        wanted = self._state.table.num_tokens[slots] - work.computed[start:]
+    def _begin(self, plan: StepPlan) -> _Pass:
+        """What every request would like to compute: known tokens, outputs under way and drafts (R3.44)."""
+        state, table = self._state, self._state.table
+        slots = state.running.slots
+        computed, known = table.computed[slots], table.num_tokens[slots]
+        wanted = known - computed
+        if state.inflight:
+            wanted += table.placeholders[slots]
+        if table.uses_drafts:
+            wanted += table.num_drafts[slots]
+            # R3.45: the last token of a sequence needs no KV, and drafts past it are of no use.
+            np.clip(wanted, 0, np.maximum(table.limit[slots] - 1 - computed, 0), out=wanted)
+        if state.inflight:
+            wanted[self._held_back(plan, slots, known)] = 0
+        if plan.defers_prefills:
+            wanted[computed < known - 1] = 0
         if plan.prefill_cap is not None:
             np.minimum(wanted, plan.prefill_cap, out=wanted)
-        left = plan.budget - int(work.counts[:start].sum())
+        return _Pass(state.running.requests, slots, computed, wanted, np.zeros_like(wanted), GrownRows())
+
+    def _held_back(self, plan: StepPlan, slots: Int32Array, known: Int32Array) -> BoolArray:
+        """Rows whose samples under way already reach the length limit, each bringing at least one token (R3.41), and
+        rows whose next decode has to wait for a lap of the pipeline (R3.42).
+        """
+        table = self._state.table
+        owed = table.owed[slots]
+        held: BoolArray = (owed > 0) & (known + owed >= table.limit[slots])
+        if self._state.limits.num_pipeline_stages > 1:
+            held |= table.next_decode_step[slots] > plan.step_id
+        return held
+
+    def _distribute(self, work: _Pass, start: int, plan: StepPlan) -> None:
+        """New tokens of the rows from ``start`` on, within what earlier rows left of the budgets (R3.45)."""
+        if plan.appends_drafts:
+            self._distribute_with_drafts(work, start, plan)
+            return
+        wanted = work.wanted[start:]
+        left = plan.room(0) - int(work.counts[:start].sum())
         if int(wanted.sum()) > left:
             granted = np.minimum(np.cumsum(wanted, dtype=np.int64), left)
             wanted = np.diff(granted, prepend=0).astype(np.int32)
         work.counts[start:] = wanted
 
+    def _distribute_with_drafts(self, work: _Pass, start: int, plan: StepPlan) -> None:
+        """One by one: a row that gets anything also takes room for its drafts out of the input budget."""
+        work.counts[start:] = 0
+        taken = int(work.counts.sum())
+        budget, inputs = plan.budget - taken, plan.input_budget - taken - sum(self._draft_slots(work))
+        for position, wanted in enumerate(work.wanted[start:].tolist(), start):
+            draft_slots = self._state.extensions.num_lookahead_tokens(work.requests[position])
+            count = max(min(wanted, budget, inputs - draft_slots), 0)
+            if count:
+                work.counts[position] = count
+                budget -= count
+                inputs -= count + draft_slots
+
+    def _draft_slots(self, work: _Pass) -> list[int]:
+        """Of the rows that got tokens."""
+        host = self._state.extensions
+        return [host.num_lookahead_tokens(work.requests[i]) for i in np.flatnonzero(work.counts).tolist()]
+
+    def _victim(self) -> LiveRequest:
+        """R3.48."""
+        state = self._state
+        running = state.running.requests
+        if state.policy.picks_last:
+            return running[-1]
+        return cast("LiveRequest", state.policy.victim(running))
+
     def _grow(self, work: _Pass, start: int) -> int | None:
         """Allocate for rows that outgrow their blocks. Returns the position that got none, None when all fit."""
-        state = self._state
-        table = state.table
+        state, table = self._state, self._state.table
         ends = work.computed[start:] + work.counts[start:]
         if state.extensions.lookahead:
             ends = self._with_lookahead(work, start, ends)
         outgrown = np.flatnonzero((ends > table.capacity[work.slots[start:]]) & (work.counts[start:] > 0))
         if not len(outgrown):
             return None
-        grow, requests, notify = state.kv.grow, work.requests, state.extensions.allocation
-        short: int | None = None
-        done = 0
-        for position, end in zip((outgrown + start).tolist(), ends[outgrown].tolist(), strict=True):
-            request = requests[position]
-            blocks = grow(request.request_id, end)
-            if blocks is None:
-                short = position
-                break
-            done += 1
-            work.grown.positions.append(position)
-            work.grown.blocks.append(blocks)
-            if notify:
-                state.extensions.after_allocation(request, blocks, 0)
-        grown = outgrown[:done]
-        table.capacity[work.slots[start:][grown]] = state.kv.covered_all(ends[grown])
-        return short
+        positions = (outgrown + start).tolist()
+        slots = work.slots[start:][outgrown]
+        # R3.77: steps in flight still read what the counters already count as passed.
+        processed = (table.computed[slots] - table.in_flight[slots]).tolist() if state.kv.releases else None
+        names = [work.requests[position].request_id for position in positions]
+        growth = state.kv.grow_many(names, ends[outgrown].tolist(), processed)
+        done = growth.num_rows
+        work.grown.add(positions[:done], growth.ids)
+        table.capacity[slots[:done]] = state.kv.covered_all(ends[outgrown[:done]])
+        if state.extensions.allocation:
+            for row, position in enumerate(positions[:done]):
+                state.extensions.after_allocation(work.requests[position], growth.row(row), 0)
+        return positions[done] if done < len(positions) else None
 
     def _with_lookahead(self, work: _Pass, start: int, ends: Int32Array) -> Int32Array:
         host, kv = self._state.extensions, self._state.kv
@@ -111,21 +178,20 @@ class RunningLoop:
         ]
         return np.asarray(wanted, dtype=np.int32)
 
-    def _shorten(self, work: _Pass, length: int) -> None:
-        work.requests = work.requests[:length]
-        work.slots, work.computed, work.counts = work.slots[:length], work.computed[:length], work.counts[:length]
-
     def _enter_full_blocks(self, plan: StepPlan) -> None:
-        """Blocks that this step completes can be found from now on: later rows and steps run after they are written."""
-        kv = self._state.kv
+        """Blocks that this step completes can be found from now on: later rows and steps run after they are written.
+
+        Only known tokens count (R3.21): a guess, or an output under way, has no hash yet.
+        """
+        kv, table = self._state.kv, self._state.table
         if not kv.prefix_caching or not plan.rows:
             return
         size = kv.hash_block_size
-        ends = plan.computed + plan.counts
-        for row in np.flatnonzero(ends // size > plan.computed // size).tolist():
-            request = plan.rows[row]
-            kv.enter_full_blocks(request.request_id, request.block_hashes, int(ends[row]))
-
-
-def _zeros(length: int) -> Int32Array:
-    return np.zeros(length, dtype=np.int32)
+        ends = np.minimum(plan.computed + plan.counts, table.num_tokens[plan.slots])
+        full = np.flatnonzero(ends >= table.entered[plan.slots] + size)
+        if not len(full):
+            return
+        requests = [plan.rows[row] for row in full.tolist()]
+        ends = ends[full]
+        kv.enter_full_blocks_many([r.request_id for r in requests], [r.block_hashes for r in requests], ends.tolist())
+        table.entered[plan.slots[full]] = ends // size * size

@@ -30,8 +30,10 @@ from hardpoint_scheduling.schedulers.update import OutputUpdate
 class BatchScheduler(Scheduler):
     """Thin coordinator: the running loop, admission, output update and life cycle do the work on a shared state.
 
-    One step in flight. Rows of one step may share blocks: a block completed by an earlier row can be part of a later
-    row's prefix, so workers write the KV of all rows of a layer before any row attends.
+    Steps are planned ahead of the output of earlier ones, up to ``max_inflight_steps``: what these will sample counts
+    as placeholders, and the workers know the tokens behind them. Rows of one step may share blocks: a block completed
+    by an earlier row can be part of a later row's prefix, so workers write the KV of all rows of a layer before any row
+    attends.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -79,21 +81,21 @@ class BatchScheduler(Scheduler):
         state = self._state
         self._end_overdue()
         self._lifecycle.release_held()
-        budget = 0 if state.pause is PauseMode.ALL else state.limits.max_num_batched_tokens
-        plan = StepPlan(budget, state.kv.num_groups, state.prefill_cap())
+        plan = state.start_plan()
         preempted = self._running.run(plan)
+        if state.charges:
+            for request, num_tokens in zip(plan.rows, plan.counts.tolist(), strict=True):
+                state.policy.on_scheduled(request, num_tokens)
         if not preempted:
             self._admission.run(plan)
         step = plan.build(
-            self._next_step_id(),
-            state.table,
-            _drained(state.finished_slots),
-            _drained(state.preempted_slots),
-            self._num_common_blocks(plan),
+            state.table, _drained(state.finished_slots), _drained(state.preempted_slots), self._num_common_blocks(plan)
         )
         state.extensions.attach_metadata(step)
         if step.num_tokens:
-            self._advance(step, plan)
+            state.fences.scheduled += 1
+            state.table.advance(step, state.fences.scheduled, state.decode_interval)
+            state.inflight.append(InflightStep(step, plan.all_rows))
         return step
 
     def update(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
@@ -139,7 +141,9 @@ class BatchScheduler(Scheduler):
             step_id=state.counters.next_step_id,
         )
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        if reset_running and not self._lifecycle.preempt_all():
+            return False
         return self._state.kv.reset()
 
     def set_pause(self, mode: PauseMode) -> None:
@@ -181,11 +185,6 @@ class BatchScheduler(Scheduler):
                 text = "the deadline of the request has passed"
                 self._state.ended.extend(self.finish([request_id], FinishReason.ABORT, text))
 
-    def _next_step_id(self) -> int:
-        step_id = self._state.counters.next_step_id
-        self._state.counters.next_step_id += 1
-        return step_id
-
     def _num_common_blocks(self, plan: StepPlan) -> tuple[int, ...]:
         """Leading blocks that all running requests share and all rows of this step have computed before it.
 
@@ -201,15 +200,6 @@ class BatchScheduler(Scheduler):
         return tuple(
             min(n, shortest // size) for n, size in zip(self._common_blocks, kv.group_block_sizes(), strict=True)
         )
-
-    def _advance(self, step: SchedulerOutput, plan: StepPlan) -> None:
-        """Count the step's tokens as computed, so that the next step can be planned before its output is there."""
-        state = self._state
-        state.fences.scheduled += 1
-        state.table.computed[step.slots] = step.num_computed_tokens + step.num_scheduled_tokens
-        state.table.last_step[step.slots] = state.fences.scheduled
-        rows = plan.rows + plan.admitted if plan.admitted else plan.rows
-        state.inflight.append(InflightStep(step, rows))
 
 
 def _drained(slots: list[int]) -> list[int]:

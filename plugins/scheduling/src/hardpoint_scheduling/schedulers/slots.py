@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hardpoint.interfaces import BoolArray, Int32Array, SchedulerOutput
+
 if TYPE_CHECKING:
     from hardpoint_scheduling.schedulers.request import LiveRequest
 
@@ -100,6 +102,52 @@ class SlotTable:
         request.slot = request.table = None
         self._free.append(slot)
         return slot
+
+    @property
+    def uses_drafts(self) -> bool:
+        """Whether any request ever had drafts: without them their columns need not be looked at."""
+        return self.drafts.shape[1] > 0
+
+    def advance(self, step: SchedulerOutput, fence: int, decode_interval: int) -> None:
+        """Count ``step`` as done, so that the next one can be planned before its output is there (R3.96).
+
+        ``fence`` is the step's number; the next decode of a row that samples comes ``decode_interval`` steps later.
+        """
+        slots, samples = step.slots, step.samples
+        self.computed[slots] = step.num_computed_tokens + step.num_scheduled_tokens
+        self.in_flight[slots] += step.num_scheduled_tokens
+        self.owed[slots] += samples
+        self.placeholders[slots] += samples
+        self.last_step[slots] = fence
+        if decode_interval > 1:
+            self.next_decode_step[slots[samples]] = step.step_id + decode_interval
+        if step.drafts is not None:
+            self.placeholders[slots] += step.drafts.counts
+        if self.uses_drafts:
+            self.num_drafts[slots] = 0
+
+    def settle(self, step: SchedulerOutput, alive: BoolArray, num_sampled: Int32Array) -> None:
+        """The output of ``step`` is back for the rows in ``alive``: undo what :meth:`advance` assumed too much.
+
+        A refused draft lowers what is computed (R3.81).
+        """
+        rows = slice(None) if alive.all() else alive
+        slots, samples = step.slots[rows], step.samples[rows]
+        self.in_flight[slots] -= step.num_scheduled_tokens[rows]
+        self.owed[slots] -= samples
+        self.placeholders[slots] -= samples
+        if step.drafts is not None:
+            counts = step.drafts.counts[rows]
+            self.placeholders[slots] -= counts
+            self.computed[slots] -= np.where(samples, samples + counts - num_sampled[rows], 0)
+
+    def attach_drafts(self, slots: Int32Array, counts: Int32Array, ids: Int32Array) -> None:
+        """Guesses for the next step of ``slots`` replace those they had; ``counts[i]`` of the ``ids`` are row i's."""
+        self.make_room_for_drafts(int(counts.max(initial=0)))
+        rows = np.full((len(slots), self.drafts.shape[1]), NO_TOKEN, dtype=np.int32)
+        rows[np.arange(rows.shape[1]) < counts[:, None]] = ids
+        self.drafts[slots] = rows
+        self.num_drafts[slots] = counts
 
     def make_room_for_drafts(self, width: int) -> None:
         """At least ``width`` drafts per slot can be held afterwards."""

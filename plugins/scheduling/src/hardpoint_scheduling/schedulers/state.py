@@ -11,6 +11,7 @@ from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher
 from hardpoint_scheduling.schedulers.extensions import ExtensionHost
 from hardpoint_scheduling.schedulers.fences import Fences
+from hardpoint_scheduling.schedulers.plan import StepPlan
 from hardpoint_scheduling.schedulers.queues import LiveQueue, RunningList, live_queue
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.slots import SlotTable
@@ -40,6 +41,7 @@ class SchedulerState:
 
     Attributes:
         live: id to request, the sole truth about who is live (R3.1).
+        charges: whether the policy wants to hear of scheduled tokens.
         waiting: requests that can be admitted. skipped: requests that something holds back.
         ended: terminal outputs that arose while scheduling, delivered with the next update.
         held_blocks: ended requests whose blocks an extension still needs.
@@ -54,11 +56,12 @@ class SchedulerState:
     policy: SchedulingPolicy
     clock: Callable[[], float]
     live: dict[str, LiveRequest] = field(default_factory=dict)
+    charges: bool = field(init=False)
     waiting: LiveQueue = field(init=False)
     skipped: LiveQueue = field(init=False)
     running: RunningList = field(default_factory=RunningList)
     inflight: deque[InflightStep] = field(default_factory=deque)
-    fences: Fences = field(default_factory=Fences)
+    fences: Fences = field(init=False)
     counters: Counters = field(default_factory=Counters)
     ended: list[EngineOutput] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)
@@ -67,7 +70,10 @@ class SchedulerState:
     pause: PauseMode = PauseMode.NONE
 
     def __post_init__(self) -> None:
+        self.charges = type(self.policy).on_scheduled is not SchedulingPolicy.on_scheduled
         self.waiting, self.skipped = live_queue(self.policy), live_queue(self.policy)
+        loads = bool(self.extensions.external or self.extensions.holding)
+        self.fences = Fences(enabled=loads and self.limits.max_inflight_steps > 1)
 
     @property
     def num_waiting(self) -> int:
@@ -79,9 +85,33 @@ class SchedulerState:
         cap = self.limits.max_num_active_seqs
         return self.limits.max_num_seqs if cap is None else cap
 
-    def prefill_cap(self) -> int | None:
+    @property
+    def decode_interval(self) -> int:
+        """Steps from one decode of a request to its next, so that stages pass tokens round in time (R3.42)."""
+        return self.limits.num_pipeline_stages if self.limits.max_inflight_steps > 1 else 1
+
+    def start_plan(self) -> StepPlan:
+        """A new step with whole budgets (R3.31); paused wholly, with none (R3.33)."""
+        limits = self.limits
+        scheduled = (
+            limits.max_num_batched_tokens if limits.max_scheduled_tokens is None else limits.max_scheduled_tokens
+        )
+        step_id = self.counters.next_step_id
+        self.counters.next_step_id += 1
+        return StepPlan(
+            step_id=step_id,
+            budget=0 if self.pause is PauseMode.ALL else scheduled,
+            input_budget=limits.max_num_batched_tokens,
+            num_groups=self.kv.num_groups,
+            prefill_cap=self._prefill_cap(),
+            appends_drafts=limits.max_scheduled_tokens is not None and bool(self.extensions.lookahead),
+        )
+
+    def _prefill_cap(self) -> int | None:
         """Most new tokens of one request in this step, None without a cap (R3.32): alone, nobody is starved."""
-        threshold = self.limits.long_prefill_threshold
-        if threshold <= 0 or len(self.running) + self.num_waiting < 2:
+        threshold, eligible = self.limits.long_prefill_threshold, len(self.running) + self.num_waiting
+        if threshold <= 0 or eligible < 2:
             return None
+        if self.limits.adaptive_prefill_threshold:
+            return max(threshold, self.limits.max_num_batched_tokens // eligible)
         return threshold

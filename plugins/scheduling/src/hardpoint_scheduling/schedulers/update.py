@@ -18,23 +18,28 @@ from hardpoint.interfaces import (
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.logprobs import by_row
 from hardpoint_scheduling.schedulers.request import LiveRequest
-from hardpoint_scheduling.schedulers.slots import NO_TOKEN
+from hardpoint_scheduling.schedulers.results import check_output, sampled_rows
 from hardpoint_scheduling.schedulers.state import InflightStep, SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """Rows of the step that got a token: ``rows`` and ``tokens`` are int32 [S], ``requests`` has length S."""
+class _Result:
+    """A step's output beside the requests of its rows. ``alive``: bool [R], rows whose request still has its slot."""
 
-    rows: Int32Array
-    slots: Int32Array
-    tokens: Int32Array
-    requests: list[LiveRequest]
+    entry: InflightStep
+    output: RunnerOutput
+    alive: BoolArray
+    logprobs: dict[int, list[TokenLogprobs]]
+
+    @property
+    def step(self) -> SchedulerOutput:
+        return self.entry.step
 
 
 class OutputUpdate:
     """Most rows get one token and go on: they are handled as arrays and one list comprehension. A row is looked at on
-    its own when it ends, gives its first output, fills a hash block or wants log-probabilities.
+    its own when it ends, gives its first output, fills a hash block, wants log-probabilities, has several tokens or
+    was preempted meanwhile.
     """
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
@@ -47,14 +52,25 @@ class OutputUpdate:
         # Before blocks of requests that ended meanwhile become free: what a failed row wrote must not be found.
         self._distrust(entry, output)
         self._lifecycle.release_due()
-        outputs = self._fail_rows(output)
-        alive = self._state.table.generation[step.slots] == step.generations
-        _check_samples(step, output, alive)
+        outputs = self._fail_rows(entry, output)
+        table = self._state.table
+        alive = table.generation[step.slots] == step.generations
+        check_output(step, output, alive)
+        table.settle(step, alive, output.num_sampled)
+        result = _Result(entry, output, alive, by_row(output.logprobs))
         if output.prompt_logprobs is not None:
             self._collect_prompt_logprobs(entry, output, alive)
-        sampled = _sampled_rows(entry, output, alive)
-        if sampled.requests:
-            outputs.extend(self._append(sampled, output))
+        if alive.all():
+            single, several = sampled_rows(output.num_sampled)
+        else:
+            single, several = sampled_rows(np.where(alive, output.num_sampled, 0))
+            outputs.extend(self._append_stale(result))
+        if len(single):
+            outputs.extend(self._append(result, single))
+        if len(several):
+            outputs.extend(self._append_several(result, several.tolist()))
+        if output.drafts is not None:
+            self._attach_drafts(result)
         return outputs
 
     def _oldest(self, step: SchedulerOutput, output: RunnerOutput) -> InflightStep:
@@ -68,21 +84,15 @@ class OutputUpdate:
 
     def _distrust(self, entry: InflightStep, output: RunnerOutput) -> None:
         """Take the blocks of failed rows out of the prefix index, also those of requests that ended meanwhile."""
-        step, kv = entry.step, self._state.kv
-        for failure in output.failures:
-            failed = (step.slots == failure.slot) & (step.generations == failure.generation)
-            for row in np.flatnonzero(failed).tolist():
-                kv.forget(entry.rows[row].request_id)
+        for request in _failed(entry, output):
+            self._state.kv.forget(request.request_id)
+            self._state.kv.forget_hashes(request.block_hashes)
 
-    def _fail_rows(self, output: RunnerOutput) -> list[EngineOutput]:
-        """A row that could not be computed ends its request alone."""
+    def _fail_rows(self, entry: InflightStep, output: RunnerOutput) -> list[EngineOutput]:
+        """A row that could not be computed ends its request alone, unless its result is unwanted anyhow."""
         outputs = []
-        for failure in output.failures:
-            table = self._state.table
-            if not 0 <= failure.slot < table.num_slots or table.generation[failure.slot] != failure.generation:
-                continue
-            request = table.owner[failure.slot]
-            if request is None:
+        for request, reason in _failed(entry, output).items():
+            if request.status.is_finished or (request.num_stale_tokens and request.drops_stale):
                 continue
             self._lifecycle.end_all([(request, FinishReason.ERROR)])
             outputs.append(
@@ -91,7 +101,7 @@ class OutputUpdate:
                     [],
                     FinishReason.ERROR,
                     num_cached_tokens=request.num_cached_tokens,
-                    error=failure.reason,
+                    error=reason,
                 )
             )
         return outputs
@@ -102,22 +112,80 @@ class OutputUpdate:
             if alive[row] and request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(entries)
 
-    def _append(self, sampled: _Sampled, output: RunnerOutput) -> list[EngineOutput]:
-        table = self._state.table
-        slots, tokens = sampled.slots, sampled.tokens
+    def _append(self, result: _Result, rows: Int32Array) -> list[EngineOutput]:
+        """One token for each of ``rows``."""
+        table, entry, output = self._state.table, result.entry, result.output
+        if len(rows) == len(entry.rows):
+            slots, tokens, requests = entry.step.slots, output.token_ids, entry.rows
+        else:
+            slots = entry.step.slots[rows]
+            tokens = output.token_ids[_first_tokens(output)[rows]]
+            requests = [entry.rows[row] for row in rows.tolist()]
         lengths = table.num_tokens[slots] + 1
         table.num_tokens[slots] = lengths
         token_list = tokens.tolist()
-        for request, token in zip(sampled.requests, token_list, strict=True):
+        for request, token in zip(requests, token_list, strict=True):
             request.append(token)
-        outputs = [EngineOutput(r.request_id, [t]) for r, t in zip(sampled.requests, token_list, strict=True)]
-        self._hash_full_blocks(sampled.requests, lengths)
+        outputs = [EngineOutput(r.request_id, [t]) for r, t in zip(requests, token_list, strict=True)]
+        self._hash_full_blocks(requests, lengths)
         stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
         stopped &= lengths > table.stops_after[slots]
         special = np.flatnonzero(stopped | (lengths >= table.limit[slots]) | table.detail[slots])
-        if len(special):
-            self._detail(sampled, special.tolist(), output, outputs)
+        ended: list[tuple[LiveRequest, FinishReason]] = []
+        for i in special.tolist():
+            request = requests[i]
+            outputs[i] = self._detailed_output(request, token_list[i : i + 1], result.logprobs.get(int(rows[i])), ended)
+        self._lifecycle.end_all(ended)
         return outputs
+
+    def _append_several(self, result: _Result, rows: list[int]) -> list[EngineOutput]:
+        """The accepted drafts of a row and the token after them; what follows the end of a sequence is dropped."""
+        state, outputs = self._state, []
+        ended: list[tuple[LiveRequest, FinishReason]] = []
+        first = _first_tokens(result.output)
+        for row in rows:
+            request, count = result.entry.rows[row], int(result.output.num_sampled[row])
+            tokens = result.output.token_ids[first[row] : first[row] + count].tolist()
+            kept = []
+            for token in tokens:
+                request.append(token)
+                kept.append(token)
+                if _end_of(request, token)[0] is not None:
+                    break
+            if request.slot is not None:
+                state.table.num_tokens[request.slot] = request.num_tokens
+            if state.kv.prefix_caching:
+                state.hasher.extend(request.record, request.tokens, request.block_hashes)
+            outputs.append(self._detailed_output(request, kept, result.logprobs.get(row), ended))
+        self._lifecycle.end_all(ended)
+        return outputs
+
+    def _append_stale(self, result: _Result) -> list[EngineOutput]:
+        """Rows whose request was preempted after they were scheduled (R3.79).
+
+        Its counters are reset already, so only the stale share falls; its tokens are delivered unless the drop flag
+        says otherwise (R3.80). Rows of ended requests bring surplus tokens, which nobody wants.
+        """
+        step, delivered = result.step, []
+        for row in np.flatnonzero(~result.alive).tolist():
+            request = result.entry.rows[row]
+            if request.status.is_finished:
+                continue
+            wanted = not request.drops_stale and int(result.output.num_sampled[row]) > 0
+            request.settle_stale(int(step.num_scheduled_tokens[row]))
+            if wanted:
+                delivered.append(row)
+        return self._append_several(result, delivered)
+
+    def _attach_drafts(self, result: _Result) -> None:
+        """Guesses are for the step after this one; where that is under way already, they come too late."""
+        step, table, drafts = result.step, self._state.table, result.output.drafts
+        if drafts is None:
+            return
+        current = (table.generation[step.slots] == step.generations) & step.samples & (table.owed[step.slots] == 0)
+        rows = np.flatnonzero(current)
+        wanted = np.repeat(current, drafts.counts)
+        table.attach_drafts(step.slots[rows], drafts.counts[rows], drafts.ids[wanted])
 
     def _hash_full_blocks(self, requests: list[LiveRequest], lengths: Int32Array) -> None:
         state = self._state
@@ -127,27 +195,18 @@ class OutputUpdate:
             request = requests[i]
             state.hasher.extend(request.record, request.tokens, request.block_hashes)
 
-    def _detail(self, sampled: _Sampled, special: list[int], output: RunnerOutput, outputs: list[EngineOutput]) -> None:
-        """Replace the plain outputs of the ``special`` rows and end those that are through."""
-        logprobs = by_row(output.logprobs)
-        ended: list[tuple[LiveRequest, FinishReason]] = []
-        for i in special:
-            request, token = sampled.requests[i], int(sampled.tokens[i])
-            reason, stop_reason = _end_of(request, token)
-            outputs[i] = self._detailed_output(request, token, reason, stop_reason, logprobs.get(int(sampled.rows[i])))
-            if reason is not None:
-                ended.append((request, reason))
-        if ended:
-            self._lifecycle.end_all(ended)
-
     def _detailed_output(
         self,
         request: LiveRequest,
-        token: int,
-        reason: FinishReason | None,
-        stop_reason: int | None,
+        tokens: list[int],
         logprobs: list[TokenLogprobs] | None,
+        ended: list[tuple[LiveRequest, FinishReason]],
     ) -> EngineOutput:
+        """An output that may say more than its ``tokens``, already appended. A request that is through joins
+        ``ended``."""
+        reason, stop_reason = _end_of(request, tokens[-1])
+        if reason is not None:
+            ended.append((request, reason))
         first = not request.has_output
         prompt_logprobs: list[TokenLogprobs | None] | None = None
         if first:
@@ -158,13 +217,14 @@ class OutputUpdate:
                 request.prompt_logprobs = None
         if request.slot is not None:
             self._state.table.detail[request.slot] = self._state.table.always_needs_detail(request.slot)
+        wants_logprobs = logprobs is not None and request.record.sampling.logprobs is not None
         return EngineOutput(
             request.request_id,
-            [token],
+            tokens,
             reason,
             stop_reason,
             num_cached_tokens=request.num_cached_tokens if first or reason is not None else 0,
-            logprobs=logprobs if request.record.sampling.logprobs is not None else None,
+            logprobs=logprobs[: len(tokens)] if logprobs is not None and wants_logprobs else None,
             prompt_logprobs=prompt_logprobs,
             first_scheduled_time=request.first_scheduled_time if first else None,
         )
@@ -181,29 +241,16 @@ def _end_of(request: LiveRequest, token: int) -> tuple[FinishReason | None, int 
     return None, None
 
 
-def _check_samples(step: SchedulerOutput, output: RunnerOutput, alive: BoolArray) -> None:
-    """A live row without the sample it owes would never be scheduled again, so it must not pass unnoticed."""
-    wrong = alive & (output.num_sampled != step.samples)
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise RuntimeError(
-            f"step {step.step_id}, slot {int(step.slots[row])}: {int(output.num_sampled[row])} tokens sampled, "
-            f"{int(step.samples[row])} expected; a row that cannot be computed must be reported as a failure"
-        )
-    if len(output.token_ids) != int(output.num_sampled.sum()):
-        raise RuntimeError(
-            f"step {step.step_id}: {len(output.token_ids)} token ids for {int(output.num_sampled.sum())} samples"
-        )
-    if len(output.token_ids) and int(output.token_ids.min()) <= NO_TOKEN:
-        raise RuntimeError(f"step {step.step_id}: token id {int(output.token_ids.min())} is negative")
+def _failed(entry: InflightStep, output: RunnerOutput) -> dict[LiveRequest, str]:
+    """Requests of the step whose row failed, with the reason; a failure that names no row of the step is ignored."""
+    step, failed = entry.step, {}
+    for failure in output.failures:
+        rows = np.flatnonzero((step.slots == failure.slot) & (step.generations == failure.generation))
+        for row in rows.tolist():
+            failed[entry.rows[row]] = failure.reason
+    return failed
 
 
-def _sampled_rows(entry: InflightStep, output: RunnerOutput, alive: BoolArray) -> _Sampled:
-    has_token = alive & (output.num_sampled > 0)
-    if has_token.all():
-        rows = np.arange(len(entry.rows), dtype=np.int32)
-        return _Sampled(rows, entry.step.slots, output.token_ids, entry.rows)
-    chosen = np.flatnonzero(has_token)
-    positions = (np.cumsum(output.num_sampled) - output.num_sampled)[chosen]
-    requests = [entry.rows[i] for i in chosen.tolist()]
-    return _Sampled(chosen.astype(np.int32), entry.step.slots[chosen], output.token_ids[positions], requests)
+def _first_tokens(output: RunnerOutput) -> Int32Array:
+    """Per row, where its tokens begin in ``token_ids``."""
+    return np.cumsum(output.num_sampled) - output.num_sampled
