@@ -67,4 +67,4 @@ class SchedulingPolicy(ABC):
         """The next step computes ``num_tokens`` of the request. Overriding costs a call per request and step."""
 
     def on_finished(self, request: RequestView) -> None:
-        """The request ended, running or waiting; called once for each that was appended. Keep nothing of it."""
+        """The request ended and is in no queue; called once for each that was appended. Keep nothing of it."""

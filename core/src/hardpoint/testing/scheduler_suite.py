@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -42,8 +43,8 @@ class SchedulerSuite(PluginSuite):
     log_probabilities: ClassVar[bool] = True
 
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
-        """The scheduler under test, as its factory makes it."""
-        made: Scheduler = self.create_plugin(ctx)
+        """The scheduler under test, as its factory makes it; an installed one can reach other plugins."""
+        made: Scheduler = self.create_plugin(dataclasses.replace(ctx, plugins=self.runtime()))
         return made
 
     @pytest.fixture

@@ -10,7 +10,7 @@ from itertools import count
 from hardpoint.interfaces import RequestView
 from hardpoint_scheduling.schedulers.queues import FifoQueue, worth_rebuilding
 
-MOST_ABSENT = 10_000
+MOST_ABSENT = 1_000
 """Tenants without requests that are remembered because they had more than their share; the rest starts anew."""
 
 
@@ -134,11 +134,11 @@ class TenantQueue:
 
     def append(self, request: RequestView) -> None:
         self._times.join(request.record.tenant)
-        self._lane_for(request).append(request)
+        self._lane_for(request, next(self._tickets)).append(request)
 
     def prepend(self, request: RequestView) -> None:
         self._times.wait(request.record.tenant)
-        self._lane_for(request).prepend(request)
+        self._lane_for(request, -next(self._tickets)).prepend(request)
 
     def peek(self) -> RequestView:
         return self._best().requests.peek()
@@ -163,11 +163,12 @@ class TenantQueue:
                 heapq.heapify(self._heap)
         return True
 
-    def _lane_for(self, request: RequestView) -> FifoQueue:
+    def _lane_for(self, request: RequestView, ticket: int) -> FifoQueue:
+        """``ticket`` is for a new lane: the lower one is first among tenants of equal times."""
         tenant = request.record.tenant
         lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[tenant] = _Lane(next(self._tickets))
+            lane = self._lanes[tenant] = _Lane(ticket)
             heapq.heappush(self._heap, (self._times.of(tenant), lane.ticket, tenant))
         self._tenant_of[request.request_id] = tenant
         return lane.requests
