@@ -12,10 +12,10 @@ import pytest
 import hardpoint.config.arguments  # noqa: F401  # what the commands import is there before a test narrows the search path
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.cli import run_plugins
-from hardpoint.plugins.doctor import DoctorReport, diagnose
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.render import render
 from hardpoint.plugins.selection import PluginSelection
+from hardpoint.testing.doctor import DoctorReport, diagnose
+from hardpoint.testing.doctor_text import render
 
 if TYPE_CHECKING:
     from .conftest import Site

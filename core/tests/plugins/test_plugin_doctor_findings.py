@@ -13,10 +13,10 @@ import pytest
 
 from hardpoint.errors import ConfigError, PluginNotFoundError
 from hardpoint.plugins.cli import run_plugins
-from hardpoint.plugins.doctor import DoctorReport, PluginReport, ProbeReport, diagnose
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.render import render
 from hardpoint.plugins.selection import PluginSelection
+from hardpoint.testing.doctor import DoctorReport, PluginReport, ProbeReport, diagnose
+from hardpoint.testing.doctor_text import render
 
 if TYPE_CHECKING:
     from .conftest import Site

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hardpoint.cli import main
-from hardpoint.config.arguments import flag_faults
 from hardpoint.errors import PluginError
 from hardpoint.plugins.manifest import load_manifest
+from hardpoint.testing.commands.list import _flag_faults as flag_faults
 
 if TYPE_CHECKING:
     from .conftest import Site

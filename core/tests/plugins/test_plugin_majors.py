@@ -9,12 +9,12 @@ import pytest
 
 from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins.discovery import discover
-from hardpoint.plugins.doctor import diagnose
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
+from hardpoint.testing.doctor import diagnose
 
 if TYPE_CHECKING:
     from .conftest import Site

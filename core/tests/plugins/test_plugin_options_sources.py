@@ -15,13 +15,13 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.config import add_arguments, load_config
-from hardpoint.config.arguments import flag_faults
 from hardpoint.config.plugin_options import add_plugin_flags
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.cli import run_plugins
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.selection import PluginSelection
+from hardpoint.testing.commands.list import _flag_faults as flag_faults
 from hardpoint.testing.manifest_writer import options_schema
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def test_a_damaged_manifest_costs_nobody_their_command_line(
     """And the doctor names the file."""
     site.install("dist-c", {"stat_logger:broken": "broken_pkg.plugin:create"}, modules={"broken_pkg.plugin": MODULE})
     (site.root / "broken_pkg" / "hardpoint.json").write_text(text)
-    assert add_plugin_flags(parser()) == ()
+    assert parser().get_default("plugin_faults") == ()
     with pytest.raises(SystemExit):
         parser().parse_args(["--help=plugins"])
     assert "stat_logger.broken (dist-c): no manifest" in capsys.readouterr().out

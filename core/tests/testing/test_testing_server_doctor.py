@@ -18,8 +18,8 @@ import pytest
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.cli import run_plugins
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin
-from hardpoint.plugins.render import painter
 from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.testing.doctor_text import painter
 from hardpoint.testing.server_doctor import LiveReport, admin_key, examine_server, render_live
 
 KEY = "admin-key-one"

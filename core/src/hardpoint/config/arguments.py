@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from hardpoint.config.models import AppConfig, EngineConfig, PluginPolicy, ServerConfig
-from hardpoint.config.plugin_options import PluginHelp, add_plugin_flags, option_settings, read_yaml
+from hardpoint.config.plugin_options import PluginHelp, option_settings, read_yaml
 from hardpoint.config.settle import settle
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.selection import ALLOW_VARIABLE, STRICT_VARIABLE, parse_flag, parse_names
@@ -98,13 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_server: bool) -> None
     add("--plugins", metavar="NAMES", help="plugins that may load merely by being installed")
     add("--pin", action="append", default=[], metavar="KIND:NAME=DIST", help="settle a doubled name")
     add("--strict-plugins", action="store_true", help=PluginPolicy.model_fields["strict"].description)
-
-
-def flag_faults() -> tuple[str, ...]:
-    """What is wrong with the flags that installed plugins declare, beside those of ``hardpoint serve``."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, with_server=True)
-    return add_plugin_flags(parser)
 
 
 def load_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> AppConfig:

@@ -7,11 +7,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 
 _SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
-    "list": ("hardpoint.plugins.list_command", "show installed plugins, from metadata alone"),
-    "doctor": (
-        "hardpoint.plugins.doctor_command",
-        "explain what is used, refused or wrong; exit status 1 if anything is",
-    ),
+    "list": ("hardpoint.testing.commands.list", "show installed plugins, from metadata alone"),
+    "doctor": ("hardpoint.testing.commands.doctor", "explain what is used or wrong; exit status 1 if anything is"),
     "manifest": ("hardpoint.testing.commands.manifest", "write what a distribution's plugins offer to a file"),
     "new": ("hardpoint.testing.commands.new", "write an installable package with a plugin that works"),
     "test": ("hardpoint.testing.commands.test", "hold installed plugins against the rules of their kinds"),

@@ -17,13 +17,13 @@ import msgspec
 from hardpoint.errors import PluginError
 from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.interfaces.worker import WorkerContext
-from hardpoint.plugins.doctor import ProbeReport
 from hardpoint.plugins.manifest import Manifest, load_manifest
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
 from hardpoint.plugins.platform_selection import checked
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.process import describe_exit, spawn
 from hardpoint.roles import ProcessRole
+from hardpoint.testing.doctor import ProbeReport
 from hardpoint.testing.manifest_writer import manifest_text
 
 __all__ = ["PROBED_KINDS", "probe_in_child"]

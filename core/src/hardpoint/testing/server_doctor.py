@@ -18,9 +18,10 @@ import msgspec
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.records import Discovery
-from hardpoint.plugins.render import Paint, painter, plain
 from hardpoint.plugins.report import LoadReport, PluginState, PluginStatus
+from hardpoint.plugins.suggest import plain
 from hardpoint.server.keys import read_keys
+from hardpoint.testing.doctor_text import Paint, painter
 
 __all__ = ["LiveReport", "admin_key", "examine_server", "print_server", "render_live"]
 

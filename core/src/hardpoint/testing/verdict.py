@@ -21,7 +21,7 @@ import msgspec
 
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins.records import DiscoveredPlugin, RefusedPlugin
-from hardpoint.plugins.render import plain
+from hardpoint.plugins.suggest import plain
 from hardpoint.testing.kits import suite_for
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.suite_runner import run_suite

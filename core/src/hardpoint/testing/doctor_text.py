@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hardpoint.plugins.doctor import DoctorReport, PluginReport
-from hardpoint.plugins.suggest import plain as plain
+from hardpoint.plugins.suggest import plain
+from hardpoint.testing.doctor import DoctorReport, PluginReport
 
 Paint = Callable[[str, str], str]
 _COLORS = {"active": "32", "created": "32", "loaded": "32", "available": "36", "allowed": "36", "discovered": "2"}

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins.doctor import Probes, diagnose
 from hardpoint.plugins.kinds import kind_spec
 from hardpoint.plugins.plan import PluginPlan
-from hardpoint.plugins.render import render
 from hardpoint.plugins.selection import DEFAULT_ENDPOINTS, ENDPOINT_VARIABLE, PluginSelection, parse_names, parse_pins
+from hardpoint.testing.doctor import Probes, diagnose
+from hardpoint.testing.doctor_text import render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,7 @@ def print_report(
         kind_spec(arguments.kind)
     report = diagnose(_selection(arguments), probe=probe, probe_workers=probe_workers)
     if probe:
-        from hardpoint.config.arguments import flag_faults  # needs what reads settings, and a list does without
-
-        report = msgspec.structs.replace(report, problems=(*report.problems, *flag_faults()))
+        report = msgspec.structs.replace(report, problems=(*report.problems, *_flag_faults()))
     if arguments.json:
         shown = tuple(kind for kind in report.kinds if arguments.kind in (None, kind.kind))
         print(msgspec.structs.replace(report, kinds=shown).to_json())
@@ -58,6 +56,17 @@ def print_report(
         if probe and not report.problems:
             print("no problems found")
     return report.problems
+
+
+def _flag_faults() -> tuple[str, ...]:
+    """What is wrong with the flags that installed plugins declare, beside those of ``hardpoint serve``."""
+    # Deferred: these need what reads settings, and a list does without.
+    from hardpoint.config.arguments import add_arguments as add_settings
+    from hardpoint.config.plugin_options import add_plugin_flags
+
+    parser = argparse.ArgumentParser()
+    add_settings(parser, with_server=True)
+    return add_plugin_flags(parser)
 
 
 def wants_color() -> bool:

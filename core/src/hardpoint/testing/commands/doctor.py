@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import list_command
-from hardpoint.plugins.list_command import print_report, wants_color
+from hardpoint.testing.commands import list as listing
+from hardpoint.testing.commands.list import print_report, wants_color
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    list_command.add_arguments(parser)
+    listing.add_arguments(parser)
     add = parser.add_argument
     add("--probe", action="store_true", help="import attention_backend, custom_op and hooks plugins too, in a child")
     add("--server", metavar="URL", help="show what each process of this running server made of its plugins")
