@@ -23,6 +23,11 @@ class TestSha256(HashSuite):
     entry: ClassVar[str | None] = "hardpoint_scheduling.kv_cache.hashing:create_sha256"
 
 
+class TestXxhash(HashSuite):
+    plugin: ClassVar[str | None] = "xxhash"
+    entry: ClassVar[str | None] = "hardpoint_scheduling.kv_cache.xxhash128:create_xxhash"
+
+
 class TestLayerOutermost(KVLayoutSuite):
     plugin: ClassVar[str | None] = "layer_outermost"
 

@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
-import subprocess
-import sys
 import weakref
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.errors import ConfigError, PluginNotFoundError
-from hardpoint.interfaces import (
-    AdapterRef,
-    BlockHash,
-    EngineRequest,
-    Feature,
-    HashContext,
-    HashFunction,
-    NoOptions,
-    group_key,
-)
-from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import AdapterRef, BlockHash, EngineRequest, Feature, HashFunction, group_key
+from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.extra_keys import extra_keys
+from hardpoint_scheduling.kv_cache.hash_seed import root_hash
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
-from hardpoint_scheduling.kv_cache.hashing import (
-    ChainedHasher,
-    Sha256,
-    canonical_token_bytes,
-    create_sha256,
-    environment_seed,
-    load_hash_function,
-    root_hash,
-)
+from hardpoint_scheduling.kv_cache.hashing import ChainedHasher, Sha256, canonical_token_bytes
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from sched_support import request
 
 ROOT = BlockHash(bytes(32))
-
-
-class WeakHash:
-    """Declares nothing about cryptography."""
-
-    name = "weak"
-
-    def __call__(self, parent: BlockHash, token_bytes: bytes, extra_keys: bytes) -> BlockHash:
-        return Sha256()(parent, token_bytes, extra_keys)
 
 
 def hashes_of(record: EngineRequest, block_size: int = 4, function: HashFunction | None = None) -> list[BlockHash]:
@@ -193,82 +165,6 @@ def test_known_value_does_not_drift() -> None:
     assert found[0].hex() == "a66431a58009f6fdf58897bb2f2b5d34832897e863de3d7b5ca2b2ce894c6b9a"
 
 
-def test_the_seed_is_the_operators_if_given() -> None:
-    """R11.7: for every algorithm."""
-    for function in (Sha256(), WeakHash()):
-        assert root_hash(function, "1") == root_hash(function, "1")  # type: ignore[arg-type]
-        assert root_hash(function, "1") != root_hash(function, "2")  # type: ignore[arg-type]
-
-
-def test_a_cryptographic_hash_has_a_fixed_seed() -> None:
-    """R11.8."""
-    assert root_hash(Sha256(), None) == root_hash(Sha256(), None)
-    assert len(root_hash(Sha256(), None)) == 32
-
-
-def test_engines_with_different_plugins_share_no_blocks() -> None:
-    """L12.22: cache keys ignore plugin kernels. The operator's seed does not undo the difference."""
-    for seed in (None, "1"):
-        roots = {root_hash(Sha256(), seed, fingerprint=fingerprint) for fingerprint in ("", "a", "b")}
-        assert len(roots) == 3
-        assert root_hash(Sha256(), seed, fingerprint="a") == root_hash(Sha256(), seed, fingerprint="a")
-
-
-def test_an_undeclared_hash_gets_a_random_seed_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """R11.9, R11.10, R11.12, P11.2, P11.3."""
-    with caplog.at_level(logging.WARNING):
-        first = root_hash(WeakHash(), None)  # type: ignore[arg-type]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "cannot be shared" in caplog.text
-    assert root_hash(WeakHash(), None) != first  # type: ignore[arg-type]
-    caplog.clear()
-    root_hash(WeakHash(), "7")  # type: ignore[arg-type]
-    assert not caplog.records
-
-
-def test_pythons_own_random_setting_is_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, seed in (("random", None), ("", None), ("0", "0"), ("42", "42")):
-        monkeypatch.setenv("PYTHONHASHSEED", text)
-        assert environment_seed() == seed
-    monkeypatch.delenv("PYTHONHASHSEED")
-    assert environment_seed() is None
-
-
-_PRINT_HASH = """
-from hardpoint_scheduling.kv_cache.hashing import *
-from hardpoint.interfaces import EngineRequest, SamplingParams
-import numpy as np
-ids = np.arange(8, dtype=np.int32)
-record = EngineRequest(request_id="r", prompt_token_ids=ids, sampling=SamplingParams())
-found = []
-ChainedHasher(Sha256(), 4, root_hash(Sha256(), environment_seed())).extend(record, ids, found)
-print(found[-1].hex())
-"""
-
-
-def test_two_processes_agree_exactly_when_their_seeds_do() -> None:
-    """I11.5."""
-
-    def run(**environment: str) -> str:
-        base = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-        return subprocess.run(
-            [sys.executable, "-c", _PRINT_HASH], env={**base, **environment}, capture_output=True, text=True, check=True
-        ).stdout
-
-    unset, again, seeded = run(), run(PYTHONHASHSEED="random"), run(PYTHONHASHSEED="5")
-    assert unset == again
-    assert seeded not in ("", unset)
-
-
-def test_the_plugin_factory_and_the_way_without_plugins() -> None:
-    context = HashContext(name="sha256", api_version=1, roles=frozenset({ProcessRole.ENGINE}))
-    made = create_sha256(context, NoOptions())
-    assert (made.name, made.cryptographic) == ("sha256", True)
-    assert isinstance(load_hash_function(None, "sha256"), Sha256)
-    with pytest.raises(PluginNotFoundError, match="'xxhash'"):
-        load_hash_function(None, "xxhash")
-
-
 def test_larger_group_blocks_use_every_scale_th_hash() -> None:
     """R11.21, R11.22: lazily, and later hashes show."""
     hashes = [BlockHash(bytes([i])) for i in range(5)]
@@ -324,14 +220,115 @@ def test_a_scaled_view_identifies_the_same_prefixes_as_direct_hashing(first: lis
         assert (views[0][i] == views[1][i]) == (direct[0][i] == direct[1][i])
 
 
+class CountingHash:
+    """Counts what is hashed."""
+
+    name = "counting"
+    cryptographic = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, parent: BlockHash, token_bytes: bytes, extra_keys: bytes) -> BlockHash:
+        self.calls += 1
+        return Sha256()(parent, token_bytes, extra_keys)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 70_000), max_size=30), st.integers(0, 30), st.sampled_from("-safe")),
+        max_size=8,
+    )
+)
+def test_many_requests_at_once_get_what_each_would_get_alone(shapes: list[tuple[list[int], int, str]]) -> None:
+    """R11.13, I11.2: from any number of hashes known before, with and without extra keys."""
+    extras: dict[str, dict[str, Any]] = {
+        "-": {},
+        "s": {"cache_salt": "x"},
+        "a": {"adapter": AdapterRef("one", 1, "/x")},
+        "f": {"features": (picture("img", 0, 1),)},
+        "e": {},
+    }
+    records = [request(f"r{i}", tokens, **extras[kind]) for i, (tokens, _, kind) in enumerate(shapes)]
+    hasher, known = ChainedHasher(Sha256(), 4, ROOT), []
+    for record, (tokens, before, _) in zip(records, shapes, strict=True):
+        found: list[BlockHash] = []
+        hasher.extend(record, tokens[:before], found)
+        known.append(found)
+    hasher.extend_many(records, [array("i", tokens) for tokens, _, _ in shapes], known)
+    assert known == [hashes_of(record) for record in records]
+
+
+def test_many_requests_need_a_list_of_hashes_each() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        ChainedHasher(Sha256(), 4, ROOT).extend_many([request("a", [1])], [[1]], [])
+
+
+def test_no_block_is_hashed_twice() -> None:
+    """R11.13: only what is new, and R11.21: a larger group block hashes nothing again."""
+    function = CountingHash()
+    hasher, record, found = ChainedHasher(function, 4, ROOT), request("a", range(64)), list[BlockHash]()
+    hasher.extend(record, list(range(33)), found)
+    assert function.calls == len(found) == 8
+    hasher.extend(record, list(range(64)), found)
+    hasher.extend_many([record], [list(range(64))], [found])
+    assert function.calls == len(found) == 16
+    assert len(ScaledHashes(found, 4)) == 4
+    assert list(ScaledHashes(found, 4)) == found[3::4]
+    assert function.calls == 16
+
+
+def test_embeddings_are_digested_once_per_slice() -> None:
+    """R11.19."""
+    slices: list[slice] = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                slices.append(index)
+            return super().__getitem__(index)
+
+    embeds = np.arange(36, dtype=np.float32).reshape(12, 3).view(Watched)
+    record, found = request("a", [0] * 12, prompt_embeds=embeds), list[BlockHash]()
+    hasher = ChainedHasher(Sha256(), 4, ROOT)
+    for length in (3, 4, 7, 8, 11, 12, 12):
+        hasher.extend(record, [0] * length, found)
+    hasher.extend_many([record], [[0] * 14], [found])
+    assert [(part.start, part.stop) for part in slices] == [(0, 4), (4, 8), (8, 12)]
+
+
+def test_negative_offsets_of_items_are_kept_apart() -> None:
+    """R11.17, P11.4: the same item further into its block is another block."""
+    one = request("a", [7] * 16, features=(picture("x", 1, 12),))
+    two = request("b", [7] * 16, features=(picture("x", 2, 12),))
+    assert extra_keys(one, 4, 8) != extra_keys(two, 4, 8)
+    assert (-3).to_bytes(8, "big", signed=True) in extra_keys(one, 4, 8)
+    both = request("c", [7] * 8, features=(picture("y", 0, 2), picture("x", 2, 2)))
+    keys = extra_keys(both, 0, 4)
+    assert keys.index(b"y") < keys.index(b"x")
+
+
+def test_a_long_prompt_is_found_in_full() -> None:
+    """R3.91, R3.92: 100,000 tokens, hashed in one go and looked up in one go."""
+    tokens = array("i", range(100_000))
+    record = request("a", [1])
+    found: list[BlockHash] = []
+    ChainedHasher(Sha256(), 16, ROOT).extend(record, tokens, found)
+    assert len(found) == 6250
+    pool = BlockPool(6_300)
+    blocks = pool.allocate(6250)
+    pool.remember_many(blocks, (group_key(block_hash, 0) for block_hash in found))
+    assert pool.find_chain(found, 0) == blocks
+    pool.forget(blocks[4_000])
+    assert pool.find_chain(found, 0) == blocks[:4_000]
+
+
 def test_a_request_is_freed_without_the_cyclic_collector() -> None:
     """R1.10."""
 
-    class Watched(LiveRequest):
-        __slots__ = ("__weakref__",)
-
     record = request("a", list(range(8)))
-    live = Watched(record, 20)
+    live = LiveRequest(record, 20)
     ChainedHasher(Sha256(), 4, ROOT).extend(record, live.tokens, live.block_hashes)
     seen = weakref.ref(live)
     gc.disable()

@@ -21,6 +21,8 @@ class BlockPool:
     A block is in the free queue exactly while nobody refers to it. A free block that still carries a hash can be
     adopted again by :meth:`touch`; handing it out for new content by :meth:`allocate` evicts the hash. Freed blocks
     without a hash are reused first (warm in cache), those with one last (least recently used goes first).
+
+    ``num_evictions`` counts cached blocks that were handed out for new content.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,6 +36,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._keys: list[BlockHashWithGroup | None] = [None] * num_blocks
         self._index = PrefixIndex()
+        self.num_evictions = 0
         # R3.11: the first block is the null block; it leaves the queue here and never comes back.
         self._queue.remove(NULL_BLOCK_ID)
 
@@ -66,38 +69,48 @@ class BlockPool:
         blocks = self._queue.pop_many(count)
         references, keys = self._references, self._keys
         for block in blocks:
+            references[block] = 1
             if keys[block] is not None:
                 self.forget(block)
-            references[block] = 1
+                self.num_evictions += 1
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Refer to cached blocks once more; they can no longer be evicted (R3.19)."""
+        references = self._references
+        idle: list[int] = []
         for block in blocks:
             if block == NULL_BLOCK_ID:
                 continue
-            if self._references[block] == 0:
-                self._queue.remove(block)
-            self._references[block] += 1
+            count = references[block]
+            if count == 0:
+                idle.append(block)
+            references[block] = count + 1
+        if idle:
+            self._queue.remove_many(idle)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, in the given order (R3.17).
 
-        Raises ``ValueError`` for a block nobody refers to.
+        Raises ``ValueError`` for a block nobody refers to; those before it are freed.
         """
-        references, keys, queue = self._references, self._keys, self._queue
-        for block in blocks:
-            if block == NULL_BLOCK_ID:
-                continue
-            count = references[block] - 1
-            if count < 0:
-                raise ValueError(f"block {block} is freed although nobody refers to it")
-            references[block] = count
-            if count == 0:
-                if keys[block] is None:
-                    queue.prepend(block)
-                else:
-                    queue.append(block)
+        references, keys = self._references, self._keys
+        # The two ends of the queue do not meet, so each gets its blocks in one go.
+        plain: list[int] = []
+        hashed: list[int] = []
+        try:
+            for block in blocks:
+                if block == NULL_BLOCK_ID:
+                    continue
+                count = references[block] - 1
+                if count < 0:
+                    raise ValueError(f"block {block} is freed although nobody refers to it")
+                references[block] = count
+                if count == 0:
+                    (plain if keys[block] is None else hashed).append(block)
+        finally:
+            self._queue.prepend_many(plain)
+            self._queue.append_many(hashed)
 
     def count_idle(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` wait in the free queue: adopting them consumes free blocks (R3.76)."""
@@ -106,12 +119,19 @@ class BlockPool:
 
     def remember(self, block: int, key: BlockHashWithGroup) -> None:
         """Enter a full block into the prefix index, replacing the key it carried before (R3.20)."""
-        if block == NULL_BLOCK_ID:
-            return
-        if self._keys[block] is not None:
-            self.forget(block)
-        self._keys[block] = key
-        self._index.insert(key, block)
+        self.remember_many((block,), (key,))
+
+    def remember_many(self, blocks: Iterable[int], keys: Iterable[BlockHashWithGroup]) -> None:
+        """:meth:`remember` for pairs of equal position; the shorter of the two ends it."""
+        carried, insert = self._keys, self._index.insert
+        for block, key in zip(blocks, keys, strict=False):
+            before = carried[block]
+            if before == key or block == NULL_BLOCK_ID:
+                continue
+            if before is not None:
+                self.forget(block)
+            carried[block] = key
+            insert(key, block)
 
     def forget(self, block: int) -> None:
         """Take a block out of the prefix index, so that no later request adopts it."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import sys
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from hardpoint.errors import PluginNotFoundError
-from hardpoint.interfaces import BlockHash, EngineRequest, HashContext, HashFunction, NoOptions, PluginAccess, plugin
+from hardpoint.interfaces import BlockHash, EngineRequest, HashContext, HashFunction, NoOptions, plugin
 from hardpoint_scheduling.kv_cache.extra_keys import extra_keys, has_extra_keys
 
-SEED_VARIABLE = "PYTHONHASHSEED"
-_SEED_LABEL = b"hardpoint block hash seed v1:"
-
-_logger = logging.getLogger(__name__)
+_sha256: Any = hashlib.sha256
 
 
 class Sha256:
@@ -29,8 +24,8 @@ class Sha256:
 
     def __call__(self, parent: BlockHash, token_bytes: bytes, extra_keys: bytes) -> BlockHash:
         """``parent`` is 32 bytes; the token bytes' length keeps them apart from the extra keys."""
-        head = parent + len(token_bytes).to_bytes(4, "big")
-        return BlockHash(hashlib.sha256(head + token_bytes + extra_keys).digest())
+        digest: BlockHash = _sha256(parent + len(token_bytes).to_bytes(4, "big") + token_bytes + extra_keys).digest()
+        return digest
 
 
 @plugin("hash")
@@ -40,58 +35,12 @@ def create_sha256(ctx: HashContext, options: NoOptions) -> HashFunction:
     return Sha256()
 
 
-def environment_seed() -> str | None:
-    """The operator's hash seed. Python's own word for "choose one at random" counts as not set."""
-    text = os.environ.get(SEED_VARIABLE, "")
-    return None if text in ("", "random") else text
-
-
-def root_hash(
-    function: HashFunction, seed: str | None, logger: logging.Logger = _logger, *, fingerprint: str = ""
-) -> BlockHash:
-    """The parent of every first block (R11.7-R11.10). Resolve it once and pass the value on: a random one differs
-    between calls.
-
-    ``fingerprint`` is that of the active plugins: engines whose kernels or other computing plugins differ fill equal
-    blocks with different numbers, so their hashes differ from the first block on and no store confuses them.
-    """
-    plugins = b" plugins " + fingerprint.encode() if fingerprint else b""
-    if seed is not None:
-        return BlockHash(hashlib.sha256(_SEED_LABEL + b"given " + seed.encode() + plugins).digest())
-    if getattr(function, "cryptographic", False):
-        return BlockHash(hashlib.sha256(_SEED_LABEL + b"fixed" + plugins).digest())
-    logger.warning(
-        "block hash %r is not cryptographic and %s is not set: cached prefixes cannot be shared between instances; "
-        "set the variable to the same value everywhere, or choose --hash-algorithm sha256",
-        getattr(function, "name", function),
-        SEED_VARIABLE,
-    )
-    return BlockHash(os.urandom(32))
-
-
-def load_hash_function(plugins: PluginAccess | None, name: str) -> HashFunction:
-    """The ``hash`` plugin ``name``; without plugin access (use as a library) only ``sha256`` exists."""
-    if plugins is not None:
-        base = plugins.context("hash", name)
-        context = HashContext(
-            name=base.name,
-            api_version=base.api_version,
-            roles=base.roles,
-            rank=base.rank,
-            platform=base.platform,
-            logger=base.logger,
-            plugins=base.plugins,
-            seed=environment_seed(),
-        )
-        function: HashFunction = plugins.create("hash", name, context)
-        return function
-    if name != Sha256.name:
-        raise PluginNotFoundError(f"hash algorithm {name!r} needs plugin access; without it only 'sha256' is available")
-    return Sha256()
-
-
 class ChainedHasher:
-    """Extends a request's block hashes as it grows. Holds no request, so it forms no reference cycle (R1.10)."""
+    """Extends requests' block hashes as they grow. Holds no request, so it forms no reference cycle (R1.10).
+
+    ``root`` is the resolved parent of every first block: whoever must agree with these hashes reads it here and derives
+    nothing anew (R11.4, R11.11).
+    """
 
     def __init__(self, function: HashFunction, block_size: int, root: BlockHash) -> None:
         self.block_size = block_size
@@ -108,16 +57,36 @@ class ChainedHasher:
         last = len(token_ids) // size
         if first >= last:
             return
-        function = self._function
+        function, append = self._function, hashes.append
         parent = hashes[-1] if hashes else self.root
         data = canonical_token_bytes(token_ids, first * size, last * size)
         width = 4 * size
-        plain = not has_extra_keys(request)
+        if not has_extra_keys(request):
+            for at in range(0, len(data), width):
+                parent = function(parent, data[at : at + width], b"")
+                append(parent)
+            return
         for block in range(first, last):
             at = (block - first) * width
-            keys = b"" if plain else extra_keys(request, block * size, (block + 1) * size)
-            parent = function(parent, data[at : at + width], keys)
-            hashes.append(parent)
+            parent = function(parent, data[at : at + width], extra_keys(request, block * size, (block + 1) * size))
+            append(parent)
+
+    def extend_many(
+        self, requests: Iterable[EngineRequest], token_ids: Iterable[Any], hashes: Iterable[list[BlockHash]]
+    ) -> None:
+        """:meth:`extend` for many requests: what a step does in which hundreds of them fill a block at once.
+
+        The three run in parallel: a request's record, its tokens, its hashes. Raises ``ValueError`` when one is longer.
+        """
+        size, function, root = self.block_size, self._function, self.root
+        for request, tokens, known in zip(requests, token_ids, hashes, strict=True):
+            first = len(known)
+            missing = len(tokens) // size - first
+            if missing == 1 and not has_extra_keys(request):
+                data = canonical_token_bytes(tokens, first * size, (first + 1) * size)
+                known.append(function(known[-1] if first else root, data, b""))
+            elif missing > 0:
+                self.extend(request, tokens, known)
 
 
 def canonical_token_bytes(token_ids: Any, start: int, stop: int) -> bytes:

@@ -46,10 +46,8 @@ class PrefixIndex:
         return blocks
 
     def insert(self, key: BlockHashWithGroup, block: int) -> None:
-        entry = self._entries.get(key)
-        if entry is None:
-            self._entries[key] = block
-        elif isinstance(entry, dict):
+        entry = self._entries.setdefault(key, block)
+        if isinstance(entry, dict):
             entry[block] = None
         elif entry != block:
             self._entries[key] = {entry: None, block: None}

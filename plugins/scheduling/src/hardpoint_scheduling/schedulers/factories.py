@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import NoOptions, Scheduler, SchedulerContext, SchedulerLimits, plugin
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
-from hardpoint_scheduling.kv_cache.hashing import ChainedHasher, environment_seed, load_hash_function, root_hash
+from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
 from hardpoint_scheduling.kv_cache.registry import load_registry
 from hardpoint_scheduling.schedulers.extensions import host_extensions
 from hardpoint_scheduling.schedulers.policies.fcfs import FcfsPolicy
@@ -63,14 +63,11 @@ def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[]
     kv = KVCoordinator(
         ctx.kv_cache, registry, max_model_len=ctx.limits.max_model_len, prefix_caching=ctx.limits.prefix_caching
     )
-    function = load_hash_function(ctx.plugins, ctx.hash_algorithm)
-    fingerprint = ctx.plugins.fingerprint() if ctx.plugins is not None else ""
-    root = root_hash(function, environment_seed(), ctx.logger, fingerprint=fingerprint)
     return BatchScheduler(
         SchedulerState(
             limits=ctx.limits,
             kv=kv,
-            hasher=ChainedHasher(function, kv.hash_block_size, root),
+            hasher=resolve_hash(ctx.plugins, ctx.hash_algorithm, ctx.logger).hasher(kv.hash_block_size),
             extensions=host_extensions(ctx.extensions),
             table=SlotTable(ctx.limits.max_num_seqs),
             policy=FcfsPolicy(),
