@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from hardpoint.testing.hash_suite import HashSuite
 from hardpoint.testing.kv_cache_spec_suite import KVCacheSpecSuite
 from hardpoint.testing.kv_layout_suite import KVLayoutSuite
 from hardpoint.testing.scheduler_suite import SchedulerSuite
+from hardpoint.testing.scheduling_policy_suite import SchedulingPolicySuite
 
 
 class TestFcfs(SchedulerSuite):
@@ -16,6 +18,15 @@ class TestFcfs(SchedulerSuite):
     caches_prefixes: ClassVar[bool] = True
     deadlines: ClassVar[bool] = True
     unchunked: ClassVar[bool] = True
+
+
+class TestPriority(TestFcfs):
+    plugin: ClassVar[str | None] = "priority"
+
+
+class TestFairShareScheduler(TestFcfs):
+    plugin: ClassVar[str | None] = "policy"
+    options: ClassVar[Mapping[str, Any]] = {"policy": "fair_share"}
 
 
 class TestSha256(HashSuite):
@@ -34,3 +45,16 @@ class TestLayerOutermost(KVLayoutSuite):
 
 class TestFullAttention(KVCacheSpecSuite):
     plugin: ClassVar[str | None] = "full_attention"
+
+
+class TestFcfsPolicy(SchedulingPolicySuite):
+    plugin: ClassVar[str | None] = "fcfs"
+
+
+class TestPriorityPolicy(SchedulingPolicySuite):
+    plugin: ClassVar[str | None] = "priority"
+
+
+class TestFairShare(SchedulingPolicySuite):
+    plugin: ClassVar[str | None] = "fair_share"
+    options: ClassVar[Mapping[str, Any]] = {"weights": {"tenant 1": 2.5}, "default_weight": 0.5}

@@ -51,13 +51,14 @@ class Admission:
         state.running.extend(plan.admitted)
 
     def _next_queue(self) -> LiveQueue | None:
-        """Requests held back earlier come first (R3.5). None when nobody may enter."""
+        """The queue whose head the policy tries first (R3.5). None when nobody may enter."""
         state = self._state
-        if len(state.skipped):
-            return state.skipped
-        if len(state.waiting) and self._may_enter(state.waiting.peek()):
-            return state.waiting
-        return None
+        held, waiting = state.skipped, state.waiting
+        if len(held) and (not len(waiting) or state.policy.precedes(held.peek(), waiting.peek())):
+            return held
+        if len(waiting) and self._may_enter(waiting.peek()):
+            return waiting
+        return held if len(held) else None
 
     def _may_enter(self, request: LiveRequest) -> bool:
         """A pause for new requests still lets preempted ones come back: they were admitted before."""
@@ -137,6 +138,9 @@ class Admission:
             adapter=record.adapter,
         )
         plan.admit(request, num_computed, num_new, row)
+        if state.charges:
+            # At once: whose turn is next depends on it.
+            state.policy.on_scheduled(request, num_new)
         if state.kv.prefix_caching:
             # At once, so that the next request admitted in this very step shares what this one computes.
             state.kv.enter_full_blocks(request.request_id, request.block_hashes, end)

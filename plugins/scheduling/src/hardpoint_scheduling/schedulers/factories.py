@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from hardpoint.errors import ConfigError
-from hardpoint.interfaces import NoOptions, Scheduler, SchedulerContext, SchedulerLimits, plugin
+from pydantic import BaseModel, ConfigDict, Field
+
+from hardpoint.errors import ConfigError, PluginNotFoundError
+from hardpoint.interfaces import (
+    NoOptions,
+    PluginAccess,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    SchedulingPolicy,
+    plugin,
+)
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
 from hardpoint_scheduling.kv_cache.registry import load_registry
 from hardpoint_scheduling.schedulers.extensions import host_extensions
 from hardpoint_scheduling.schedulers.policies.fcfs import FcfsPolicy
+from hardpoint_scheduling.schedulers.policies.priority import PriorityPolicy
 from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.schedulers.state import SchedulerState
@@ -19,14 +31,9 @@ from hardpoint_scheduling.schedulers.state import SchedulerState
 
 def check_limits(limits: SchedulerLimits) -> None:
     """Raises ``ConfigError`` for limits that cannot work, naming the setting to change."""
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_inflight_steps"):
         if getattr(limits, name) < 1:
             raise ConfigError(f"{name} is {getattr(limits, name)}; it must be at least 1")
-    if limits.max_inflight_steps != 1:
-        raise ConfigError(
-            f"max_inflight_steps is {limits.max_inflight_steps}; scheduler 'fcfs' supports 1. "
-            "Set max_inflight_steps to 1 or choose another --scheduler"
-        )
     active = limits.max_num_active_seqs
     if active is not None and not 1 <= active <= limits.max_num_seqs:
         raise ConfigError(f"max_num_active_seqs is {active}; allowed: 1 to max_num_seqs ({limits.max_num_seqs})")
@@ -41,25 +48,72 @@ def check_limits(limits: SchedulerLimits) -> None:
         )
 
 
-@plugin(
-    "scheduler",
-    capabilities={
-        "preempts": True,
-        "caches_prefixes": True,
-        "deadlines": True,
-        "unchunked": True,
-        "row_failures": True,
-    },
-)
-def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[], float] = time.time) -> Scheduler:
-    """Entry point ``fcfs``. ``clock`` gives seconds on the scale of ``EngineRequest.deadline``.
+CAPABILITIES: Mapping[str, Any] = {
+    "preempts": True,
+    "caches_prefixes": True,
+    "deadlines": True,
+    "unchunked": True,
+    "row_failures": True,
+}
 
-    Raises ``ConfigError`` for impossible limits or a KV plan without managers, and the plugin errors of the hash and
+Clock = Callable[[], float]
+"""Seconds on the scale of ``EngineRequest.deadline``."""
+
+
+class PolicyOptions(BaseModel):
+    """Options of the scheduler ``policy``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(
+        default="fcfs",
+        description="scheduling_policy plugin that orders requests",
+        json_schema_extra={"flag": "--scheduling-policy"},
+    )
+
+
+@plugin("scheduler", capabilities=CAPABILITIES)
+def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Clock = time.time) -> Scheduler:
+    """Entry point ``fcfs``: first come, first served. Raises what :func:`build_scheduler` raises."""
+    del options
+    return build_scheduler(ctx, FcfsPolicy(), clock)
+
+
+@plugin("scheduler", capabilities=CAPABILITIES)
+def create_priority(ctx: SchedulerContext, options: NoOptions, *, clock: Clock = time.time) -> Scheduler:
+    """Entry point ``priority``: by ``EngineRequest.priority``, then by arrival. Raises as :func:`build_scheduler`."""
+    del options
+    return build_scheduler(ctx, PriorityPolicy(), clock)
+
+
+@plugin("scheduler", options=PolicyOptions, capabilities=CAPABILITIES)
+def create_with_policy(ctx: SchedulerContext, options: PolicyOptions, *, clock: Clock = time.time) -> Scheduler:
+    """Entry point ``policy``: any ``scheduling_policy`` plugin, with the options set for that plugin.
+
+    Raises the plugin errors of the policy, above all for a name that nobody provides (R3.4), and what
+    :func:`build_scheduler` raises.
+    """
+    return build_scheduler(ctx, load_policy(ctx.plugins, options.policy), clock)
+
+
+def load_policy(plugins: PluginAccess | None, name: str) -> SchedulingPolicy:
+    """The ``scheduling_policy`` plugin ``name``; without plugin access (use as a library) only ``fcfs`` exists."""
+    if plugins is not None:
+        policy: SchedulingPolicy = plugins.create("scheduling_policy", name, plugins.context("scheduling_policy", name))
+        return policy
+    if name != "fcfs":
+        raise PluginNotFoundError(
+            f"scheduling policy {name!r} needs plugin access; without it only 'fcfs' is available"
+        )
+    return FcfsPolicy()
+
+
+def build_scheduler(ctx: SchedulerContext, policy: SchedulingPolicy, clock: Clock) -> BatchScheduler:
+    """Raises ``ConfigError`` for impossible limits or a KV plan without managers, and the plugin errors of the hash and
     spec plugins it needs.
     """
-    del options
     check_limits(ctx.limits)
-    registry = load_registry(ctx.plugins, [group.spec.kind for group in ctx.kv_cache.groups])
+    registry = load_registry(ctx.plugins, [kind for group in ctx.kv_cache.groups for kind in group.spec.kinds])
     kv = KVCoordinator(
         ctx.kv_cache, registry, max_model_len=ctx.limits.max_model_len, prefix_caching=ctx.limits.prefix_caching
     )
@@ -70,7 +124,7 @@ def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Callable[[]
             hasher=resolve_hash(ctx.plugins, ctx.hash_algorithm, ctx.logger).hasher(kv.hash_block_size),
             extensions=host_extensions(ctx.extensions),
             table=SlotTable(ctx.limits.max_num_seqs),
-            policy=FcfsPolicy(),
+            policy=policy,
             clock=clock,
         )
     )
