@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
-from hardpoint.interfaces.request import Int32Array
+from hardpoint.interfaces.request import BoolArray, Int32Array
 from hardpoint.interfaces.step import NewRow, SchedulerOutput, TokenUpdate
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
@@ -25,7 +25,11 @@ class RowRefusal(Protocol):
 
 
 class BatchState:
-    """Slots, sampling parameters, embeddings and plugin state: what :meth:`apply` keeps in step with each other."""
+    """Slots, sampling parameters, embeddings and plugin state: what :meth:`apply` keeps in step with each other.
+
+    ``refused`` says by slot why its request cannot be computed: each of its rows fails, in later steps as well, until
+    the slot is released.
+    """
 
     def __init__(
         self,
@@ -62,8 +66,15 @@ class BatchState:
                 self._observe_known(step.slots, step.known_tokens)
             self._check_known(step)
 
-    def remember(self, slots: Int32Array, token_ids: Int32Array) -> None:
-        """Sampled tokens, one per slot, join what is known of their requests."""
+    def remember(self, slots: Int32Array, token_ids: Int32Array, failed: BoolArray) -> None:
+        """Sampled tokens, one per slot, join what is known of their requests.
+
+        ``failed``, bool like ``token_ids``, marks samples that are no tokens. A step that was planned before anybody
+        knew goes on behind such a row all the same, so its place is filled; nobody is told of the filling.
+        """
+        if failed.any():
+            self.slots.append_tokens(slots[failed], np.zeros(int(failed.sum()), dtype=np.int32))
+            slots, token_ids = slots[~failed], token_ids[~failed]
         self.slots.append_tokens(slots, token_ids)
         for processor in self._processors:
             processor.observe(slots, token_ids)

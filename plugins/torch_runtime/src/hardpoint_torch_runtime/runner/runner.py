@@ -135,10 +135,10 @@ class ModelRunner:
         self, slots: np.ndarray, token_ids: np.ndarray, sampled_rows: np.ndarray, failures: dict[int, str]
     ) -> None:
         """Sampled tokens join the slots' state; the scheduler never sends them back."""
-        if failures:
-            good = ~np.isin(sampled_rows, list(failures))
-            slots, token_ids = slots[good], token_ids[good]
-        self.state.remember(slots, token_ids)
+        failed = np.isin(sampled_rows, list(failures))
+        self.state.remember(slots, token_ids, failed)
+        for slot, row in zip(slots[failed].tolist(), sampled_rows[failed].tolist(), strict=True):
+            self.state.refused.setdefault(slot, failures[row])
 
     @staticmethod
     def _grammar(
