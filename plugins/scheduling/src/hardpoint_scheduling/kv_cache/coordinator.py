@@ -30,10 +30,20 @@ UNLIMITED_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks, per group, that hold the first ``num_tokens`` tokens."""
+    """Cached blocks, per group, that hold the first ``num_tokens`` tokens.
+
+    ``num_tail_tokens`` of them are in a last block that is used in part.
+    """
 
     num_tokens: int
     blocks: Blocks
+    num_tail_tokens: int = 0
+
+    def without_tail(self) -> PrefixHit:
+        """The whole blocks alone."""
+        if not self.num_tail_tokens:
+            return self
+        return PrefixHit(self.num_tokens - self.num_tail_tokens, tuple(blocks[:-1] for blocks in self.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ class KVCoordinator:
     def find_prefix(self, hashes: Sequence[BlockHash], num_tokens: int) -> PrefixHit:
         """The longest prefix cached in every group, in whole blocks and at most ``num_tokens - 1`` tokens (R3.91)."""
         if not self.prefix_caching:
-            return PrefixHit(0, tuple(() for _ in self._groups))
+            return self.no_hit()
         length = num_tokens - 1
         while True:
             found = []
@@ -141,6 +151,13 @@ class KVCoordinator:
                 length = min(length, len(blocks) * group.block_size)
             if all(len(b) * g.block_size == length for b, g in zip(found, self._groups, strict=True)):
                 return PrefixHit(length, tuple(found))
+
+    def no_hit(self) -> PrefixHit:
+        return PrefixHit(0, tuple(() for _ in self._groups))
+
+    def blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that :meth:`grow` would take from the pool."""
+        return self._needed(request_id, num_tokens, self.no_hit().blocks)
 
     def allocate_slots(self, request_id: str, segments: Segments, hit: PrefixHit, gates: Gates) -> Blocks | None:
         """Admit a request without blocks: adopt ``hit``, then allocate for the rest. Returns its whole tables.
