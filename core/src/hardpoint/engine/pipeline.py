@@ -17,6 +17,12 @@ class InflightStep:
     step: SchedulerOutput
     future: Future[RunnerOutput | Deferred]
 
+    @property
+    def bars_next(self) -> bool:
+        """Whether no step can be submitted behind this one: a failed one leaves workers in an unknown state, and a
+        deferred one has a mask that depends on the steps before it, of which a worker holds one at most."""
+        return self.step.defers_sampling or (self.future.done() and self.future.exception() is not None)
+
 
 class StepPipeline:
     """Owns the steps between ``schedule`` and ``update``; updates happen strictly in step order.
@@ -49,8 +55,7 @@ class StepPipeline:
 
     def _submit(self) -> None:
         while len(self.inflight) < self.max_inflight_steps and self.scheduler.has_work():
-            if self.inflight and self.inflight[-1].step.defers_sampling:
-                # Its mask depends on the steps before it, and a worker holds one deferred step at most.
+            if self.inflight and self.inflight[-1].bars_next:
                 return
             step = self.scheduler.schedule()
             if not step.must_execute:
