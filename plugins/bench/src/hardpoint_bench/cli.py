@@ -1,4 +1,4 @@
-"""``hardpoint bench``: the standard workloads on one model, offline, as a table or JSON."""
+"""``hardpoint bench``: the standard workloads on one model, offline, as a table or JSON; or a scheduler without one."""
 
 from __future__ import annotations
 
@@ -14,37 +14,55 @@ from hardpoint.config import add_arguments, load_config
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
 from hardpoint_bench.measure import Figure, figures, run_workload
+from hardpoint_bench.scheduler_command import SCHEDULER, add_scheduler_arguments, given_flags, run_scheduler
 from hardpoint_bench.workloads import WORKLOADS, Workload
 
 __all__ = ["BenchCommand", "create"]
 
+_REPEATS = 3
+
 
 class BenchCommand(CliCommand):
-    help = "Measure a model with the standard workloads."
+    help = (
+        "Measure a model with the standard workloads (`hardpoint bench [MODEL]`), "
+        "or a scheduler without a model (`hardpoint bench scheduler`)."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_arguments(parser, with_server=False)
         group = parser.add_argument_group("benchmark")
         known = "; ".join(f"{workload.name}: {workload.description}" for workload in WORKLOADS.values())
         group.add_argument("--workload", action="append", choices=list(WORKLOADS), help=f"repeatable. {known}")
-        group.add_argument("--repeats", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
+        text = f"measured runs (default: {_REPEATS}; of a scheduler: 1)"
+        group.add_argument("--repeats", type=int, metavar="N", help=text)
         group.add_argument("--json", action="store_true", help="print one JSON object")
+        add_scheduler_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        if arguments.repeats < 1:
+        if arguments.repeats is not None and arguments.repeats < 1:
             raise ConfigError(f"--repeats {arguments.repeats} must be at least 1")
+        if arguments.model == SCHEDULER:
+            if arguments.workload:
+                raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")
+            return run_scheduler(arguments)
+        if alien := given_flags(arguments):
+            raise ConfigError(f"{', '.join(alien)} only apply to `hardpoint bench scheduler`")
+        return self._run_workloads(arguments)
+
+    def _run_workloads(self, arguments: argparse.Namespace) -> int:
+        repeats = _REPEATS if arguments.repeats is None else arguments.repeats
         if arguments.model is None:
             arguments.model = "smollm2"
         chosen = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
         started = time.perf_counter()
         with LLM.from_config(load_config(arguments, os.environ)) as llm:
             loaded = time.perf_counter() - started
-            results = {workload.name: self._measure(llm, workload, arguments.repeats) for workload in chosen}
+            results = {workload.name: self._measure(llm, workload, repeats) for workload in chosen}
         if arguments.json:
             document = {name: {key: asdict(value) for key, value in row.items()} for name, row in results.items()}
             print(json.dumps({"model": arguments.model, "load_s": loaded, "workloads": document}))
         else:
-            print(f"{arguments.model}, loaded in {loaded:.1f} s; median [min-max] of {arguments.repeats}")
+            print(f"{arguments.model}, loaded in {loaded:.1f} s; median [min-max] of {repeats}")
             for name, row in results.items():
                 print(f"{name:<8} " + "  ".join(f"{key} {_show(value)}" for key, value in row.items()))
         return 0

@@ -1,0 +1,124 @@
+"""From settings to a scheduler without an engine: limits, a KV plan of one attention group, and the plugin itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    Scheduler,
+    SchedulerLimits,
+    spec_to_wire,
+)
+from hardpoint.testing.installed_scheduler import InstalledScheduler
+from hardpoint_bench.scripted_worker import ScriptedWorker
+
+__all__ = ["DEFAULT_BLOCK_SIZE", "Rig", "Sizes", "with_scheduler"]
+
+DEFAULT_BLOCK_SIZE = 16
+_ASYNC_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the settings leave open, in requests, tokens, and blocks (the null block included)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Makes schedulers of one kind, and workers that fit them."""
+
+    plugin: InstalledScheduler
+    limits: SchedulerLimits
+    kv_cache: KVCacheConfig
+    block_size: int
+
+    @classmethod
+    def of(cls, config: AppConfig, sizes: Sizes, *, pipelined: bool) -> Rig:
+        """``sizes`` stand in for settings that are not given; ``pipelined`` keeps two steps under way."""
+        (engine,) = config.engines.values()
+        block_size = block_size_of(engine)
+        limits = _limits(engine, sizes)
+        if pipelined:
+            steps = max(_ASYNC_STEPS, limits.max_inflight_steps)
+            limits = msgspec.structs.replace(limits, max_inflight_steps=steps)
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="int8")
+        group = KVCacheGroup(("layers.0",), spec_to_wire(spec))
+        kv_cache = KVCacheConfig(num_blocks=engine.cache.num_kv_blocks or sizes.num_blocks, groups=(group,), tensors=())
+        return cls(InstalledScheduler.of(config), limits, kv_cache, block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """The null block included."""
+        return self.kv_cache.num_blocks
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether equal prefixes share blocks: the scheduler can, and the settings do not forbid it."""
+        return bool(self.plugin.capabilities.get("caches_prefixes")) and self.limits.prefix_caching
+
+    def create(self) -> tuple[Scheduler, ScriptedWorker]:
+        worker = ScriptedWorker(self.limits, num_blocks=self.num_blocks, block_size=self.block_size)
+        return self.plugin.create(self.limits, self.kv_cache), worker
+
+
+def block_size_of(engine: EngineConfig) -> int:
+    """Tokens per block; without a platform the setting or a common size decides."""
+    return engine.cache.block_size or DEFAULT_BLOCK_SIZE
+
+
+def _limits(engine: EngineConfig, sizes: Sizes) -> SchedulerLimits:
+    given = {name: value for name, value in engine.scheduler.model_dump().items() if value is not None}
+    settled: dict[str, Any] = {
+        "max_num_seqs": sizes.max_num_seqs,
+        "max_num_batched_tokens": sizes.max_num_batched_tokens,
+        "max_model_len": engine.model.max_model_len or sizes.max_model_len,
+        "prefix_caching": engine.cache.prefix_caching,
+    }
+    return msgspec.convert({**settled, **given}, SchedulerLimits)
+
+
+def with_scheduler(config: AppConfig, choice: str) -> AppConfig:
+    """``config`` with another scheduler. ``choice`` is NAME, or NAME:KEY=VALUE,KEY=VALUE with options of its own.
+
+    Values are read as JSON where they are JSON, else as text. Raises ``ConfigError`` for another form.
+    """
+    name, colon, rest = choice.partition(":")
+    options = dict(_option(choice, part) for part in rest.split(",")) if colon else {}
+    if not name:
+        raise ConfigError(f"--compare {choice!r} names no scheduler; write NAME or NAME:KEY=VALUE,KEY=VALUE")
+    ((engine_name, engine),) = config.engines.items()
+    scheduler = engine.scheduler.model_copy(update={"scheduler": name})
+    plugins: Mapping[str, Any] = config.plugins
+    mine = dict(plugins.get("scheduler", {}))
+    if options:
+        mine[name] = {**mine.get(name, {}), **options}
+    return config.model_copy(
+        update={
+            "engines": {engine_name: engine.model_copy(update={"scheduler": scheduler})},
+            "plugins": {**plugins, "scheduler": mine} if mine else dict(plugins),
+        }
+    )
+
+
+def _option(choice: str, part: str) -> tuple[str, Any]:
+    key, equals, text = part.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--compare {choice!r}: {part!r} is not of the form KEY=VALUE")
+    try:
+        return key, msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return key, text
