@@ -43,6 +43,10 @@ class TestLayerOutermost(KVLayoutSuite):
     plugin: ClassVar[str | None] = "layer_outermost"
 
 
+class TestBlockOutermost(KVLayoutSuite):
+    plugin: ClassVar[str | None] = "block_outermost"
+
+
 class TestFullAttention(KVCacheSpecSuite):
     plugin: ClassVar[str | None] = "full_attention"
 

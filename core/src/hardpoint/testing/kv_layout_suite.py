@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import FullAttentionSpec, KVCacheConfig, KVCacheSpec, KVLayout, KVPlanRequest, spec_from_wire
+from hardpoint.interfaces import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVLayout,
+    KVPlanRequest,
+    MixedSizeSpec,
+    SlidingWindowSpec,
+    spec_from_wire,
+)
 from hardpoint.testing.plugin_suite import PluginSuite
 
 __all__ = ["KVLayoutSuite", "check_memory", "layers"]
@@ -41,13 +51,18 @@ class KVLayoutSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.KVLayout`.
 
     ``mixed`` declares that layers whose pages differ in size can be planned together. ``spec_classes`` are the kinds
-    that a plan may name.
+    that a plan may name. ``windows`` declares that layers which keep the last tokens only are planned as the request's
+    ``hybrid`` says.
     """
 
     kind: ClassVar[str] = "kv_layout"
     torch_free: ClassVar[bool] = True
     mixed: ClassVar[bool] = True
-    spec_classes: ClassVar[Mapping[str, type[KVCacheSpec]]] = {FullAttentionSpec.kind: FullAttentionSpec}
+    windows: ClassVar[bool] = False
+    spec_classes: ClassVar[Mapping[str, type[KVCacheSpec]]] = {
+        FullAttentionSpec.kind: FullAttentionSpec,
+        SlidingWindowSpec.kind: SlidingWindowSpec,
+    }
 
     def create_layout(self) -> KVLayout:
         """The layout under test."""
@@ -67,14 +82,22 @@ class KVLayoutSuite(PluginSuite):
         return plan
 
     def check_groups(self, plan: KVCacheConfig, wish: KVPlanRequest) -> None:
-        """R1.36: each layer in one group, with layers of its own spec."""
+        """R1.36: each layer in one group, with layers that need the same token slots, and what it asked for or more.
+
+        A layout may enlarge blocks and pad pages; what workers then build is what the group's spec says.
+        """
         names = [name for group in plan.groups for name in group.layer_names]
         assert sorted(names) == sorted(wish.specs), "every layer belongs to exactly one group"
+        granted = plan.layer_specs(wish.specs)
         for group in plan.groups:
             spec = spec_from_wire(group.spec, self.spec_classes)
-            for name in group.layer_names:
-                assert spec.block_size == wish.specs[name].block_size, f"{name} has blocks of another size"
-                assert spec.page_size_bytes == wish.specs[name].page_size_bytes, f"{name} has pages of another size"
+            parts = spec.layers if isinstance(spec, MixedSizeSpec) else (spec,) * len(group.layer_names)
+            for name, part in zip(group.layer_names, parts, strict=True):
+                asked, got = wish.specs[name], granted[name]
+                assert got.block_size == spec.block_size, f"{name} has blocks of another size than its group"
+                assert got.page_size_bytes == part.page_size_bytes, f"{name} has pages of another size"
+                assert got.block_size >= asked.block_size, f"{name} asked for larger blocks"
+                assert wish.hybrid is False or got.slot_key == spec.slot_key, f"{name} needs other token slots"
 
     @pytest.mark.parametrize("seed", range(12))
     def test_plans_are_sound(self, layout: KVLayout, seed: int) -> None:
@@ -110,6 +133,23 @@ class KVLayoutSuite(PluginSuite):
         plan = self.check(layout, request(specs, 1 << 20))
         assert memory_of(plan) <= 1 << 20
 
+    def test_windowed_layers(self, layout: KVLayout) -> None:
+        """R1.28, R1.36, R1.48: tables of their own, whose pages may lie where other groups' pages lie; on request one
+        table for all, with as many blocks as full attention needs."""
+        if not self.windows:
+            pytest.skip("the layout declares no layers with windows")
+        usual: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
+        window = SlidingWindowSpec(**usual, sliding_window=6)
+        specs: dict[str, KVCacheSpec] = {f"w{i}": window for i in range(10)}
+        specs |= {f"f{i}": FullAttentionSpec(**usual) for i in range(2)}
+        plan = self.check(layout, request(specs, 1 << 20))
+        assert len(plan.groups) > 1
+        assert memory_of(plan) <= 1 << 20
+        wish = replace(request(specs, 1 << 20), hybrid=False)
+        single = self.check(layout, wish)
+        assert len(single.groups) == 1, "one block table was asked for"
+        assert spec_from_wire(single.groups[0].spec, self.spec_classes).max_blocks(32, 16) == 8
+
     def test_one_sequence_must_fit(self, layout: KVLayout) -> None:
         """R1.35: the null block included; the error names a number to set, and that number works."""
         specs = layers()
@@ -139,7 +179,11 @@ def memory_of(plan: KVCacheConfig) -> int:
 
 
 def check_memory(plan: KVCacheConfig, specs: Mapping[str, KVCacheSpec]) -> None:
-    """Each layer's pages inside its buffer, and no byte in two pages of one group (R1.40, R1.48)."""
+    """Each layer's pages inside its buffer, and no byte in two pages of one group (R1.40, R1.48).
+
+    ``specs`` are the layers' wishes; pages are those that the plan grants.
+    """
+    specs = plan.layer_specs(specs)
     group_of = {name: number for number, group in enumerate(plan.groups) for name in group.layer_names}
     placed = [name for tensor in plan.tensors for name in tensor.layer_names]
     assert sorted(placed) == sorted(specs), "every layer has exactly one place in memory"

@@ -8,16 +8,24 @@ also where the user chose the size. Sizes of blocks are in tokens, of pages in b
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+
+import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockSizeRule, smallest_block_size
+from hardpoint.interfaces import BlockSizeRule, KVCacheSpec, smallest_block_size
 
 _logger = logging.getLogger(__name__)
 
 HYBRID_PHASE = 2
 DTYPE_PHASE = 3
+
+STATES_RULE = "the tokens of a state"
+BLOCKS_RULE = "the blocks of other layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,59 @@ def align_dtypes(size: PageSize, other_pages: Iterable[int]) -> PageSize:
 def align(size: PageSize, state_pages: Iterable[int] = (), other_pages: Iterable[int] = ()) -> PageSize:
     """Both phases in their order (R12.42)."""
     return align_dtypes(align_hybrid(size, max(state_pages, default=0)), other_pages)
+
+
+def equal_pages(specs: Mapping[str, KVCacheSpec], rules: Mapping[str, BlockSizeRule]) -> dict[str, KVCacheSpec]:
+    """The layers' specs with blocks and padding such that all pages have one size.
+
+    Main layers are the most frequent among those whose pages grow with the block. ``rules`` by attention backend.
+    Raises ``ConfigError`` where the main block cannot grow as far as phase 3 needs.
+    """
+    if len({spec.page_size_bytes for spec in specs.values()}) <= 1:
+        return dict(specs)
+    growing = Counter(_shape(spec) for spec in specs.values() if spec.tokens_per_state > 0)
+    main = growing.most_common(1)[0][0] if growing else None
+    others = [spec for spec in specs.values() if _shape(spec) != main]
+    aligned, page = dict(specs), max(spec.page_size_bytes for spec in specs.values())
+    if main is not None:
+        block_size, used_bytes, page_bytes = main
+        size = PageSize(block_size, used_bytes, page_bytes, {**rules, **_own_rules(specs.values(), main, bool(rules))})
+        states = (spec.page_size_bytes for spec in others if spec.tokens_per_state <= 0)
+        size = align(size, states, (spec.page_size_bytes for spec in others if spec.tokens_per_state > 0))
+        if size.block_size != block_size:
+            grown = {"block_size": size.block_size, "padded_page_size": None}
+            aligned = {n: msgspec.structs.replace(s, **grown) if _shape(s) == main else s for n, s in specs.items()}
+        page = size.page_bytes
+    return _padded(aligned, page)
+
+
+def _padded(specs: Mapping[str, KVCacheSpec], page: int) -> dict[str, KVCacheSpec]:
+    """Every page of at least ``page`` bytes; a spec may round further up, and then all others follow."""
+    while True:
+        padded = {
+            name: spec if spec.page_size_bytes == page else msgspec.structs.replace(spec, padded_page_size=page)
+            for name, spec in specs.items()
+        }
+        largest = max(spec.page_size_bytes for spec in padded.values())
+        if largest == page:
+            return padded
+        page = largest
+
+
+def _shape(spec: KVCacheSpec) -> tuple[int, int, int]:
+    return spec.block_size, spec.unpadded_page_size_bytes, spec.page_size_bytes
+
+
+def _own_rules(specs: Iterable[KVCacheSpec], main: tuple[int, int, int], has_rules: bool) -> dict[str, BlockSizeRule]:
+    """What a new main block must be a multiple of, backends aside: whole states, and blocks that keep their size, so
+    that hashes of one granularity serve all groups."""
+    growing = [spec for spec in specs if spec.tokens_per_state > 0]
+    states = lcm(*(Fraction(spec.tokens_per_state).numerator for spec in growing if _shape(spec) == main))
+    others = lcm(*(spec.block_size for spec in growing if _shape(spec) != main))
+    if not has_rules:
+        others = lcm(others, main[0])
+    sizes = {STATES_RULE: states, BLOCKS_RULE: others}
+    return {name: BlockSizeRule(multiple_of=size) for name, size in sizes.items() if size > 1}
 
 
 def _grown(size: PageSize, needed: int, phase: int, what: str) -> PageSize:

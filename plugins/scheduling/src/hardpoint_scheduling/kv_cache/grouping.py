@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import FullAttentionSpec, KVCacheGroup, KVCacheSpec, spec_to_wire
+from hardpoint.interfaces import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheSpec,
+    KVPlanRequest,
+    MixedSizeSpec,
+    MLASpec,
+    SlidingWindowSpec,
+    spec_to_wire,
+)
+from hardpoint_scheduling.kv_cache.alignment import equal_pages
+from hardpoint_scheduling.kv_cache.registry import SpecRegistry
+
+HYBRID_SETTING = "--hybrid-kv-cache"
+
+_Layers = dict[str, KVCacheSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one block table. ``specs`` are theirs, one by one; ``spec`` stands for all of them."""
+
+    names: tuple[str, ...]
+    specs: tuple[KVCacheSpec, ...]
+    spec: KVCacheSpec
+    role: str = ""
+
+    @classmethod
+    def of(cls, specs: Mapping[str, KVCacheSpec], role: str = "") -> LayerGroup:
+        """Raises ``ConfigError`` for layers that do not always need the same token slots."""
+        layers = tuple(specs.values())
+        merged = merge_specs(layers) if _mergeable(layers) else MixedSizeSpec.of(layers)
+        return cls(tuple(specs), layers, merged, role)
+
+    @property
+    def page_bytes(self) -> int:
+        """What one block takes in all layers of the group."""
+        return sum(spec.page_size_bytes for spec in self.specs)
 
 
 def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
@@ -19,8 +60,9 @@ def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
     first = specs[0]
     if all(spec == first for spec in specs):
         return first
-    plain = {_without_window(spec) for spec in specs}
-    if len(plain) > 1:
+    if len({isinstance(spec, MLASpec) for spec in specs}) > 1:
+        raise ConfigError(f"latents (MLA) and keys with values cannot be described by one spec: {_listing(specs)}")
+    if len({_without_window(spec) for spec in specs}) > 1:
         raise ConfigError(f"layers with different KV cache specs cannot share a group: {_listing(specs)}")
     full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
     windows = {spec.sliding_window for spec in full} - {None}
@@ -34,25 +76,81 @@ def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
     return msgspec.structs.replace(full[0], sliding_window=window, chunk_size=chunk)
 
 
-def group_layers(specs: Mapping[str, KVCacheSpec]) -> list[tuple[tuple[str, ...], KVCacheSpec]]:
-    """Groups in order of their first layer: names and merged spec.
+def group_layers(request: KVPlanRequest, registry: SpecRegistry) -> list[LayerGroup]:
+    """Groups in order of their first layer.
 
-    Layers group by equal spec. Full-attention layers without a window join those of the first window, since both hold
-    every block; layers with another window or a chunk size form their own group.
+    Layers that always need the same token slots form one group, whatever their pages, if ``registry`` names the same
+    grouping base for them. Where a model has layers of
+    several kinds, all pages are made equal and no group has more layers than :func:`_layers_per_group` says, so that
+    groups can share memory: block n of one lies where block n of the others does.
+    Raises ``ConfigError`` where one block table is asked for and the layers need several, and what alignment raises.
     """
-    groups: list[list[str]] = []
+    specs = request.specs if request.hybrid else _keeping_all(request.specs)
+    kinds = _kinds(specs, request.roles, registry)
+    if len(kinds) > 1:
+        kinds = _kinds(equal_pages(specs, request.block_size_rules), request.roles, registry)
+    size = _layers_per_group(list(kinds.values()), request)
+    groups = []
+    for (role, *_), layers in kinds.items():
+        count = -(-len(layers) // size)
+        # Every count-th layer: neighbors lie in different groups, so the ranks of a pipeline hold a share of each.
+        parts = [list(layers)[start::count] for start in range(count)]
+        groups += [LayerGroup.of({name: layers[name] for name in part}, role) for part in parts]
+    return groups
+
+
+def wire_groups(groups: Sequence[LayerGroup]) -> tuple[KVCacheGroup, ...]:
+    return tuple(KVCacheGroup(group.names, spec_to_wire(group.spec), group.role) for group in groups)
+
+
+def _kinds(
+    specs: Mapping[str, KVCacheSpec], roles: Mapping[str, str], registry: SpecRegistry
+) -> dict[tuple[str, Hashable, Hashable], _Layers]:
+    """Layers by role, grouping base and the slots they need."""
+    kinds: dict[tuple[str, Hashable, Hashable], _Layers] = {}
     for name, spec in specs.items():
-        for group in groups:
-            if _mergeable([*(specs[member] for member in group), spec]):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return [(tuple(group), merge_specs([specs[name] for name in group])) for group in groups]
+        kind = (roles.get(name, ""), registry.grouping_base(type(spec)), spec.slot_key)
+        kinds.setdefault(kind, {})[name] = spec
+    return kinds
 
 
-def wire_groups(groups: Sequence[tuple[tuple[str, ...], KVCacheSpec]]) -> tuple[KVCacheGroup, ...]:
-    return tuple(KVCacheGroup(names, spec_to_wire(spec)) for names, spec in groups)
+def _layers_per_group(kinds: Sequence[_Layers], request: KVPlanRequest) -> int:
+    """The size of the groups whose blocks take the least memory for a sequence of the largest length.
+
+    Small groups leave no room unused, large ones are fewer: within a tenth of the least, the largest size wins.
+    """
+    longest, in_flight = request.max_model_len, request.max_num_batched_tokens
+    costs = {}
+    for size in sorted({len(layers) for layers in kinds}):
+        blocks = 0
+        for layers in kinds:
+            spec = next(iter(layers.values()))
+            blocks += -(-len(layers) // size) * spec.max_blocks(longest, in_flight)
+        costs[size] = size * blocks
+    least = min(costs.values(), default=0)
+    return max((size for size, cost in costs.items() if 10 * cost <= 11 * least), default=1)
+
+
+def _keeping_all(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """R1.28: windows and chunks as properties of layers that keep every token."""
+    kept: dict[str, KVCacheSpec] = {}
+    for name, spec in specs.items():
+        kept[name] = spec
+        if isinstance(spec, SlidingWindowSpec):
+            kept[name] = FullAttentionSpec(**_shared_fields(spec), sliding_window=spec.sliding_window)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            kept[name] = FullAttentionSpec(**_shared_fields(spec), chunk_size=spec.chunk_size)
+    by_key = {spec.slot_key: name for name, spec in kept.items()}
+    if len(by_key) > 1:
+        named = ", ".join(f"{name!r} ({type(kept[name]).__name__})" for name in by_key.values())
+        raise ConfigError(
+            f"these layers cannot share one block table: {named}; do not turn off {HYBRID_SETTING} for this model"
+        )
+    return kept
+
+
+def _shared_fields(spec: AttentionSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in AttentionSpec.__struct_fields__}
 
 
 def _mergeable(specs: Sequence[KVCacheSpec]) -> bool:
@@ -64,7 +162,7 @@ def _mergeable(specs: Sequence[KVCacheSpec]) -> bool:
 
 
 def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
-    if type(spec) is FullAttentionSpec:
+    if isinstance(spec, FullAttentionSpec):
         return msgspec.structs.replace(spec, sliding_window=None, chunk_size=None)
     return spec
 

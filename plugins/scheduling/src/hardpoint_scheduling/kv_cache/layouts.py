@@ -1,10 +1,15 @@
-"""From a byte budget to a memory plan."""
+"""From a byte budget to a memory plan.
+
+Where groups share memory, block n of every group is the same bytes. That is sound because a block id is owned by one
+group at a time (I1.6), and it is what makes models with layers of several kinds cheap: no byte waits for a group.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 
-from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     KVCacheConfig,
     KVCacheSpec,
@@ -16,44 +21,120 @@ from hardpoint.interfaces import (
     PluginContext,
     plugin,
 )
-from hardpoint_scheduling.kv_cache.grouping import group_layers, wire_groups
+from hardpoint_scheduling.kv_cache.grouping import LayerGroup, group_layers, wire_groups
 from hardpoint_scheduling.kv_cache.registry import load_registry
+from hardpoint_scheduling.kv_cache.sizing import bytes_per_block, check_one_sequence_fits, on_rank
 
-_Groups = Sequence[tuple[tuple[str, ...], KVCacheSpec]]
+SHARED_BUFFER = 0
+"""The number of the buffer that several tensors of a plan share."""
+
+_Run = tuple[tuple[str, ...], int]
+"""Neighbors with pages of one size: their names and that size."""
 
 
-class LayerOutermostLayout(KVLayout):
-    """Each layer's blocks lie together: ``block_stride`` is a page, ``layer_stride`` a page times the block count.
+class PagedLayout(KVLayout):
+    """What both layouts have in common: groups, number of blocks, one plan per rank. ``name`` is for messages."""
 
-    Every group gets one tensor of its own, so a block id addresses one page in the layers of the group that owns it.
-    Pages of different groups may therefore differ in size: only a layout whose groups share memory has to make them
-    equal (see ``alignment``), and to do so before the workers build layers of the block size it arrives at.
-    """
+    name: str
 
     def __init__(self, plugins: PluginAccess | None = None) -> None:
         self._plugins = plugins
 
     def plan(self, request: KVPlanRequest) -> KVCacheConfig:
-        load_registry(self._plugins, _kinds(request, self._plugins)).check(request.specs)
-        groups = group_layers(request.specs)
+        registry = load_registry(self._plugins, _kinds(request, self._plugins))
+        registry.check(request.specs)
+        groups = group_layers(request, registry)
         if not groups:
-            return KVCacheConfig(num_blocks=1, groups=(), tensors=())
+            return KVCacheConfig(num_blocks=1, groups=(), tensors=(), layout=self.name)
+        ranks = [on_rank(groups, names) for names in request.layers_by_rank] or [groups]
         num_blocks = request.num_blocks
         if num_blocks is None:
-            num_blocks = request.budget_bytes // _bytes_per_block(groups)
-        _check_one_sequence_fits(request, groups, num_blocks)
+            num_blocks = min(request.budget_bytes // bytes_per_block(rank) for rank in ranks)
+        check_one_sequence_fits(request, groups, max(map(bytes_per_block, ranks)), num_blocks)
+        placed = [self._tensors(rank, num_blocks) for rank in ranks]
         return KVCacheConfig(
             num_blocks=num_blocks,
             groups=wire_groups(groups),
-            tensors=tuple(_tensor(names, spec, num_blocks) for names, spec in groups),
+            tensors=() if request.layers_by_rank else placed[0],
+            tensors_by_rank=tuple(placed) if request.layers_by_rank else (),
+            layout=self.name,
         )
 
+    def _tensors(self, groups: Sequence[LayerGroup], num_blocks: int) -> tuple[KVCacheTensor, ...]:
+        """One record per run of equal pages; several groups share one buffer, and so do runs that are interleaved."""
+        stride = bytes_per_block(groups)
+        return tuple(
+            record
+            for group in groups
+            for record in self.place(_runs(group.names, group.specs), stride, num_blocks, len(groups) > 1)
+        )
 
-@plugin("kv_layout")
+    @abstractmethod
+    def place(self, runs: Sequence[_Run], block_bytes: int, num_blocks: int, is_shared: bool) -> list[KVCacheTensor]:
+        """Memory of one group from the start of its buffer, which holds ``block_bytes`` times ``num_blocks``."""
+
+
+class LayerOutermostLayout(PagedLayout):
+    """Each layer's blocks lie together: ``block_stride`` is a page, ``layer_stride`` a page times the block count."""
+
+    name = "layer_outermost"
+
+    def place(self, runs: Sequence[_Run], block_bytes: int, num_blocks: int, is_shared: bool) -> list[KVCacheTensor]:
+        records, start = [], 0
+        for names, page in runs:
+            records.append(
+                KVCacheTensor(
+                    size=(start + page * len(names)) * num_blocks,
+                    layer_names=names,
+                    layer_stride=page * num_blocks,
+                    block_stride=page,
+                    offset=start * num_blocks,
+                    buffer=SHARED_BUFFER if is_shared else None,
+                )
+            )
+            # Runs that share with nobody get buffers of their own, which are easier to find room for.
+            start += page * len(names) if is_shared else 0
+        return records
+
+
+class BlockOutermostLayout(PagedLayout):
+    """Each block holds the pages of all layers: ``layer_stride`` is a page, ``block_stride`` the pages of all layers.
+
+    One block is one range of bytes, which is what transfers and offloading want; kernel blocks must be whole blocks.
+    """
+
+    name = "block_outermost"
+
+    def place(self, runs: Sequence[_Run], block_bytes: int, num_blocks: int, is_shared: bool) -> list[KVCacheTensor]:
+        records, start = [], 0
+        for names, page in runs:
+            records.append(
+                KVCacheTensor(
+                    size=block_bytes * num_blocks,
+                    layer_names=names,
+                    layer_stride=page,
+                    block_stride=block_bytes,
+                    offset=start,
+                    buffer=SHARED_BUFFER if is_shared or len(runs) > 1 else None,
+                    order=("block", "layer", "head", "state", "content"),
+                )
+            )
+            start += page * len(names)
+        return records
+
+
+@plugin("kv_layout", capabilities={"mixed": True})
 def create_layer_outermost(ctx: PluginContext, options: NoOptions) -> KVLayout:
     """Entry point ``layer_outermost``."""
     del options
     return LayerOutermostLayout(ctx.plugins)
+
+
+@plugin("kv_layout", capabilities={"mixed": True})
+def create_block_outermost(ctx: PluginContext, options: NoOptions) -> KVLayout:
+    """Entry point ``block_outermost``."""
+    del options
+    return BlockOutermostLayout(ctx.plugins)
 
 
 def _kinds(request: KVPlanRequest, plugins: PluginAccess | None) -> set[str]:
@@ -62,50 +143,9 @@ def _kinds(request: KVPlanRequest, plugins: PluginAccess | None) -> set[str]:
     return {spec.kind for spec in request.specs.values()} & installed
 
 
-def _tensor(names: tuple[str, ...], spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
-    layer_bytes = spec.page_size_bytes * num_blocks
-    return KVCacheTensor(
-        size=layer_bytes * len(names), layer_names=names, layer_stride=layer_bytes, block_stride=spec.page_size_bytes
-    )
-
-
-def _bytes_per_block(groups: _Groups) -> int:
-    """Memory that one more block id costs: a page in every layer."""
-    return sum(spec.page_size_bytes * len(names) for names, spec in groups)
-
-
-def _blocks_for(groups: _Groups, max_model_len: int, max_in_flight: int) -> int:
-    """Blocks one sequence can hold, and the null block."""
-    return 1 + sum(spec.max_blocks(max_model_len, max_in_flight) for _, spec in groups)
-
-
-def _check_one_sequence_fits(request: KVPlanRequest, groups: _Groups, num_blocks: int) -> None:
-    in_flight = request.max_num_batched_tokens
-    needed = _blocks_for(groups, request.max_model_len, in_flight)
-    if needed <= num_blocks:
-        return
-    needed_bytes = needed * _bytes_per_block(groups)
-    fitting = _longest_fitting(request, groups, num_blocks)
-    shorter = f"set --max-model-len {fitting} or less, or " if fitting else ""
-    if request.num_blocks is None:
-        have = f"the budget of {request.budget_bytes:,} bytes holds {max(num_blocks, 0)}"
-        more = f"--kv-cache-memory {needed_bytes} or more"
-    else:
-        have = f"--num-kv-blocks allows {num_blocks}"
-        more = f"--num-kv-blocks {needed} or more ({needed_bytes:,} bytes)"
-    raise ConfigError(
-        f"one sequence of --max-model-len {request.max_model_len} tokens needs {needed} KV cache blocks (the null "
-        f"block included), but {have}; {shorter}set {more}"
-    )
-
-
-def _longest_fitting(request: KVPlanRequest, groups: _Groups, num_blocks: int) -> int:
-    """The largest context length that fits ``num_blocks``; 0 when not even one token does."""
-    fits, fails = 0, request.max_model_len
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if _blocks_for(groups, middle, request.max_num_batched_tokens) <= num_blocks:
-            fits = middle
-        else:
-            fails = middle
-    return fits
+def _runs(names: Sequence[str], specs: Sequence[KVCacheSpec]) -> list[_Run]:
+    """Layers by page size; sizes in the order in which they first occur."""
+    first = {spec.page_size_bytes: place for place, spec in reversed(list(enumerate(specs)))}
+    layers = sorted(zip(names, specs, strict=True), key=lambda layer: first[layer[1].page_size_bytes])
+    runs = groupby(layers, key=lambda layer: layer[1].page_size_bytes)
+    return [(tuple(name for name, _ in layers_of_size), page) for page, layers_of_size in runs]

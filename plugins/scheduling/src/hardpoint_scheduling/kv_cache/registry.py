@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import KVCacheManager, KVCacheSpec, KVSpecRegistration, PluginAccess
+from hardpoint.interfaces import (
+    KVBlockPool,
+    KVCacheManager,
+    KVCacheSpec,
+    KVSpecRegistration,
+    MixedSizeSpec,
+    PluginAccess,
+)
 from hardpoint_scheduling.kv_cache import full_attention
 
 ManagerFactory = Callable[..., KVCacheManager]
@@ -38,6 +45,10 @@ class SpecRegistry:
 
     def register_role(self, role: str, manager: ManagerFactory) -> None:
         """Serve every group of ``role`` by ``manager``, whatever its spec (R1.62)."""
+        self._load_builtins()
+        self._add_role(role, manager)
+
+    def _add_role(self, role: str, manager: ManagerFactory) -> None:
         known = self._by_role.setdefault(role, manager)
         if known is not manager:
             raise ConfigError(f"group role {role!r} already has the manager {_name(known)}; {_name(manager)} conflicts")
@@ -53,8 +64,11 @@ class SpecRegistry:
 
     def manager_for(self, spec_class: type[KVCacheSpec], role: str | None = None) -> ManagerFactory:
         """Raises ``ConfigError`` when neither the role nor an ancestor of the class is registered."""
+        self._load_builtins()
         if role is not None and role in self._by_role:
             return self._by_role[role]
+        if issubclass(spec_class, MixedSizeSpec):
+            return self._manager_of_mixed
         found = self.registration_for(spec_class)
         if found is None:
             raise ConfigError(self._missing("", spec_class))
@@ -70,13 +84,18 @@ class SpecRegistry:
     def check(self, specs: Mapping[str, KVCacheSpec]) -> None:
         """Start-up check (R1.64): every layer's spec has a manager and a grouping base, or ``ConfigError``."""
         for layer, spec in specs.items():
-            if self.registration_for(type(spec)) is None:
-                raise ConfigError(self._missing(f"layer {layer!r}: ", type(spec)))
+            for part in spec.layers if isinstance(spec, MixedSizeSpec) else (spec,):
+                if self.registration_for(type(part)) is None:
+                    raise ConfigError(self._missing(f"layer {layer!r}: ", type(part)))
 
     def classes(self) -> dict[str, type[KVCacheSpec]]:
         """Registered spec classes by their ``kind``, for rebuilding specs from the wire."""
         self._load_builtins()
         return {spec_class.kind: spec_class for spec_class in self._by_class}
+
+    def _manager_of_mixed(self, pool: KVBlockPool, group_id: int, spec: MixedSizeSpec) -> KVCacheManager:
+        """Layers of one group need the same slots, so the manager of the first serves all."""
+        return self.manager_for(type(spec.layers[0]))(pool, group_id, spec.layers[0])
 
     def _load_builtins(self) -> None:
         if self._builtins is not None:
@@ -91,6 +110,8 @@ class SpecRegistry:
                 f"KV cache spec {spec_class.__name__}: its grouping base {base.__name__} is not one of its ancestors; "
                 f"allowed: {', '.join(c.__name__ for c in spec_class.__mro__ if issubclass(c, KVCacheSpec))}"
             )
+        for role in registration.roles:
+            self._add_role(role, registration.manager)
         known = self._by_class.setdefault(spec_class, registration)
         if _facts(known) != _facts(registration):
             raise ConfigError(
@@ -121,8 +142,8 @@ def load_registry(plugins: PluginAccess | None, kinds: Iterable[str]) -> SpecReg
     return registry
 
 
-def _facts(registration: KVSpecRegistration) -> tuple[object, object]:
-    return registration.manager, registration.grouping_base or registration.spec_class
+def _facts(registration: KVSpecRegistration) -> tuple[object, ...]:
+    return registration.manager, registration.grouping_base or registration.spec_class, registration.roles
 
 
 def _name(value: object) -> str:
