@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
+from hardpoint.interfaces import MambaSpec, MLASpec
 from hardpoint.interfaces.attention import BlockSizeRule
 from hardpoint.interfaces.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 from hardpoint_torch_runtime.runner.attention_groups import choose_kernel_block_size
-from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.kv_memory import DIMENSIONS, KVMemory, byte_strides, state_tensors
 
 CPU = torch.device("cpu")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -33,7 +34,7 @@ def plan(one: FullAttentionSpec, layers: int, blocks: int, *, outermost: str, pa
         layer_stride=page if outermost == "block" else page * blocks,
         block_stride=page * layers if outermost == "block" else page,
     )
-    return KVCacheConfig(num_blocks=blocks, groups=(), tensors=(tensor,))
+    return KVCacheConfig(num_blocks=blocks, groups=(), tensors=(tensor,), layout=f"{outermost}_outermost")
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,12 +97,123 @@ def test_split_blocks_are_consecutive_kernel_blocks(kernel_block: int) -> None:
     assert bool((view[4 // kernel_block : 8 // kernel_block] == 7).all())
 
 
-def test_splitting_a_padded_or_block_outermost_layout_is_refused() -> None:
-    """R1.46, P1.4: the message names layer, sizes and both ways out."""
+@pytest.mark.parametrize(("outermost", "padding", "stride"), [("block", 0, 384), ("layer", 8, 200), ("block", 8, 400)])
+def test_splitting_blocks_that_do_not_lie_back_to_back_is_refused(outermost: str, padding: int, stride: int) -> None:
+    """R1.46, R1.47, P1.4: the message names layout, layer, both sizes and the ratio, and both ways out."""
     one = spec()
-    config = plan(one, 2, 3, outermost="block")
-    with pytest.raises(ConfigError, match=r"'l0'.*cannot be split into 2 kernel blocks.*--block-size 2 or choose"):
+    config = plan(one, 2, 3, outermost=outermost, padding=padding)
+    expected = (
+        f"layer 'l0': KV layout '{outermost}_outermost' puts {stride} bytes from one block to the next, but a block "
+        "holds 192, so blocks of 4 tokens cannot be split into 2 kernel blocks of 2 tokens (ratio 2); set "
+        "--block-size 2, or choose a --kv-layout with contiguous layers such as layer_outermost"
+    )
+    with pytest.raises(ConfigError) as caught:
         KVMemory(config, dict.fromkeys(("l0", "l1"), one), CPU, {"l0": 2})
+    assert str(caught.value) == expected
+    assert KVMemory(config, dict.fromkeys(("l0", "l1"), one), CPU, {"l0": 4}).views["l0"].shape == (3, 2, 4, 6)
+
+
+def test_a_padded_spec_cannot_be_split_either() -> None:
+    """R1.47: its blocks lie a page apart, but the page is not dense."""
+    one = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=3, dtype="float32", padded_page_size=256)
+    config = plan(one, 2, 3, outermost="layer")
+    with pytest.raises(ConfigError, match="puts 256 bytes .* a block holds 192"):
+        KVMemory(config, dict.fromkeys(("l0", "l1"), one), CPU, {"l0": 2})
+    assert KVMemory(config, dict.fromkeys(("l0", "l1"), one), CPU).views["l1"].stride(0) == 64
+
+
+def test_one_layer_in_a_block_is_dense_in_every_layout() -> None:
+    """R1.46: what counts is the stride, not the layout's name."""
+    one = spec()
+    memory = KVMemory(plan(one, 1, 3, outermost="block"), {"l0": one}, CPU, {"l0": 1})
+    assert memory.views["l0"].shape == (12, 2, 1, 6)
+
+
+@given(st.permutations(DIMENSIONS[:4]), st.lists(st.integers(1, 6), min_size=5, max_size=5), st.data())
+def test_strides_are_walked_from_the_innermost_dimension(
+    order: list[str], sizes: list[int], data: st.DataObject
+) -> None:
+    """R1.43: extents multiply outwards; a supplied stride replaces the computed one, and outer ones build on it."""
+    extents = dict(zip(DIMENSIONS, sizes, strict=True))
+    given_strides = data.draw(st.dictionaries(st.sampled_from(["layer", "block"]), st.none() | st.integers(1, 10_000)))
+    strides = byte_strides((*order, "content"), extents, given_strides)
+    assert strides["content"] == 1
+    for inner, outer in itertools.pairwise(("content", *reversed(order))):
+        wanted = given_strides.get(outer)
+        assert strides[outer] == (strides[inner] * extents[inner] if wanted is None else wanted)
+
+
+@pytest.mark.parametrize(
+    "order", [("block", "head", "state", "content"), (*DIMENSIONS, "block"), ("content", *DIMENSIONS[:4])]
+)
+def test_an_order_names_every_dimension_once(order: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="must name each of layer, block, head, state, content once"):
+        byte_strides(order, dict.fromkeys(DIMENSIONS, 1))
+
+
+def test_all_orders_hold_the_same_content() -> None:
+    """I1.5, R1.43: equal logical shapes; what is written through one view reads equal through that of another."""
+    one = spec(heads=3)
+    base = plan(one, 2, 3, outermost="layer").tensors[0]
+    views = []
+    for order in (
+        base.order,
+        ("layer", "block", "state", "head", "content"),
+        ("block", "layer", "state", "head", "content"),
+    ):
+        by_block = order[0] == "block"
+        page = one.page_size_bytes
+        record = KVCacheTensor(
+            size=base.size,
+            layer_names=base.layer_names,
+            layer_stride=page if by_block else 3 * page,
+            block_stride=2 * page if by_block else page,
+            order=order,
+        )
+        memory = KVMemory(KVCacheConfig(num_blocks=3, groups=(), tensors=(record,)), {"l0": one, "l1": one}, CPU)
+        for number, view in enumerate(memory.views.values()):
+            assert view.shape == (3, 3, 4, 6)
+            view.copy_(torch.arange(view.numel(), dtype=torch.float32).view(view.shape) + 1000 * number)
+        assert len(memory.buffers[0].view(torch.float32).unique()) == 2 * 3 * 3 * 4 * 6
+        views.append(memory.views)
+    for other in views[1:]:
+        assert all(torch.equal(other[name], views[0][name]) for name in ("l0", "l1"))
+
+
+def test_latents_have_no_values() -> None:
+    """R1.30: the content is one latent; padding at the end of a page is no part of the view."""
+    latent = MLASpec(block_size=4, num_kv_heads=1, head_size=6, dtype="bfloat16", alignment=64)
+    config = plan(latent, 2, 3, outermost="layer")
+    view = KVMemory(config, {"l0": latent, "l1": latent}, CPU).views["l1"]
+    assert view.shape == (3, 1, 4, 6)
+    assert view.stride(0) * 2 == latent.page_size_bytes == 64
+
+
+def test_elements_must_be_aligned() -> None:
+    """R1.44: content is bytes first; pages that would cut elements are refused, with what to change."""
+    odd = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=2, dtype="float32", scale_bytes=1)
+    with pytest.raises(ConfigError, match=r"float32 elements cannot start at every 17 bytes.*choose another"):
+        KVMemory(plan(odd, 2, 3, outermost="layer"), {"l0": odd, "l1": odd}, CPU)
+
+
+@pytest.mark.parametrize("outermost", ["layer", "block"])
+def test_recurrent_states_are_bytes_seen_as_tensors(outermost: str) -> None:
+    """R1.32, R1.44: a spec without dtype stays bytes; its tensors lie one after another, without a copy."""
+    state = MambaSpec(block_size=16, shapes=((3, 4), (2, 2, 5)), dtypes=("float32", "bfloat16"), padded_page_size=96)
+    config = plan(state, 2, 3, outermost=outermost)  # type: ignore[arg-type]
+    memory = KVMemory(config, {"l0": state, "l1": state}, CPU)
+    view = memory.views["l1"]
+    assert (view.shape, view.dtype) == ((3, 1, 1, 88), torch.int8)
+    conv, ssm = state_tensors(view, state)
+    assert (conv.shape, conv.dtype) == ((3, 3, 4), torch.float32)
+    assert (ssm.shape, ssm.dtype) == ((3, 2, 2, 5), torch.bfloat16)
+    ssm[2] = 1.5
+    assert int((view != 0).sum()) == int((memory.buffers[0] != 0).sum()) == 20 * 2
+    assert not view[:, :, :, :48].any()
+    unaligned = MambaSpec(block_size=16, shapes=((1,), (2,)), dtypes=("int8", "float32"))
+    byte_view = torch.zeros((2, 1, 1, 9), dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"float32 tensor of shape \(2,\) begins at byte 1"):
+        state_tensors(byte_view, unaligned)
 
 
 def test_a_kernel_size_that_does_not_divide_is_refused() -> None:

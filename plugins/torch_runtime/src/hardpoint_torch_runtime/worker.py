@@ -185,7 +185,7 @@ class TorchWorker(Worker):
             raise RuntimeError("the KV cache exists already; its plan is fixed for the worker's lifetime")
         if self._backend is None or self._need is None:
             raise RuntimeError("no attention backend is selected; call load_model first")
-        worker, specs = self.config, dict(self.loaded.model.kv_cache_specs())
+        worker, specs = self.config, config.layer_specs(self.loaded.model.kv_cache_specs())
         groups = AttentionGroups(
             config,
             specs,

@@ -15,7 +15,7 @@ from hardpoint.interfaces.attention import (
     BlockSizeRule,
     CommonAttentionMetadata,
 )
-from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec
+from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from hardpoint.interfaces.step import SchedulerOutput
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 
@@ -24,12 +24,13 @@ __all__ = ["AttentionGroup", "AttentionGroups", "choose_kernel_block_size"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """One KV cache group: layers that share a block table and therefore one metadata object."""
+    """One KV cache group: layers that share a block table and, where they are of one shape, one metadata object."""
 
     layer_names: tuple[str, ...]
     block_size: int
     kernel_block_size: int
-    builder: AttentionMetadataBuilder
+    builders: tuple[tuple[tuple[str, ...], AttentionMetadataBuilder], ...]
+    """By layers: more than one builder where layers of different shapes share the group."""
 
     @property
     def kernel_blocks(self) -> int:
@@ -52,14 +53,12 @@ class AttentionGroups:
     ) -> None:
         groups = []
         for planned in config.groups:
-            spec = specs[planned.layer_names[0]]
-            if not isinstance(spec, AttentionSpec):
-                raise ConfigError(
-                    f"layer {planned.layer_names[0]!r} keeps {type(spec).__name__} state, which this worker cannot run"
-                )
-            kernel_size = choose_kernel_block_size(spec.block_size, rule, backend.name)
-            builder = backend.create_builder(spec, planned.layer_names, max_rows, max_tokens, device)
-            groups.append(AttentionGroup(planned.layer_names, spec.block_size, kernel_size, builder))
+            builders = []
+            for names, spec in _by_shape(planned, specs).items():
+                builders.append((names, backend.create_builder(spec, names, max_rows, max_tokens, device)))
+            block_size = specs[planned.layer_names[0]].block_size
+            kernel_size = choose_kernel_block_size(block_size, rule, backend.name)
+            groups.append(AttentionGroup(planned.layer_names, block_size, kernel_size, tuple(builders)))
         self.groups = tuple(groups)
 
     @property
@@ -77,16 +76,16 @@ class AttentionGroups:
     @property
     def reorder_threshold(self) -> int | None:
         """The smallest threshold any builder asks for; None when all take rows in any order."""
-        thresholds = [group.builder.reorder_threshold for group in self.groups]
+        thresholds = [builder.reorder_threshold for group in self.groups for _, builder in group.builders]
         return min((threshold for threshold in thresholds if threshold is not None), default=None)
 
     def build(self, batch: InputBatch, step: SchedulerOutput) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Metadata and slot mapping by layer name; layers of one group get the same objects (R4.51)."""
+        """Metadata and slot mapping by layer name; layers of one group and shape get the same objects (R4.51)."""
         metadata: dict[str, Any] = {}
         mappings: dict[str, torch.Tensor] = {}
         for index, group in enumerate(self.groups):
-            built = group.builder.build(self._common(batch, step, index))
-            metadata.update(dict.fromkeys(group.layer_names, built))
+            for names, builder in group.builders:
+                metadata.update(dict.fromkeys(names, builder.build(self._common(batch, step, index))))
             mappings.update(dict.fromkeys(group.layer_names, batch.slot_mappings[index]))
         return metadata, mappings
 
@@ -106,6 +105,18 @@ class AttentionGroups:
             block_size=self.groups[index].kernel_block_size,
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
         )
+
+
+def _by_shape(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[str, ...], AttentionSpec]:
+    """The group's layers by what their pages look like; windows are the layers' own affair."""
+    shapes: dict[tuple[object, ...], list[tuple[str, AttentionSpec]]] = {}
+    for name in planned.layer_names:
+        spec = specs[name]
+        if not isinstance(spec, AttentionSpec):
+            raise ConfigError(f"layer {name!r} keeps {type(spec).__name__} state, which this worker cannot run")
+        shape = tuple(getattr(spec, field) for field in AttentionSpec.__struct_fields__)
+        shapes.setdefault(shape, []).append((name, spec))
+    return {tuple(name for name, _ in layers): layers[0][1] for layers in shapes.values()}
 
 
 def choose_kernel_block_size(block_size: int, rule: BlockSizeRule, backend_name: str) -> int:

@@ -1,27 +1,32 @@
 """KV cache memory: flat byte buffers from the agreed plan, seen through one strided view per layer.
 
-Byte address of (layer l, block b, head h, state s, byte c) in a tensor record's buffer (R1.40, R1.43)::
+Byte address of (layer l, block b, head h, state s, byte c) in a tensor record's buffer (R1.40), where the strides of
+head and state follow from the record's order of dimensions (R1.43)::
 
-    offset + l * layer_stride + b * block_stride + (h * states + s) * content_bytes + c
+    offset + l * layer_stride + b * block_stride + h * head_stride + s * state_stride + c
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec, KVCacheTensor
+from hardpoint.interfaces.kv_cache_specs import MambaSpec
 
-__all__ = ["KVMemory", "kernel_block_count", "layer_views"]
+__all__ = ["KVMemory", "LayerPlace", "byte_strides", "state_tensors"]
+
+DIMENSIONS = ("layer", "block", "head", "state", "content")
 
 
 class KVMemory:
     """Owns the buffers. ``views`` holds per layer [blocks, heads, states, content], content in the spec's dtype
-    (for attention: 2 * head size elements, keys before values)."""
+    (for attention: 2 * head size elements, keys before values) or in bytes where the spec has none."""
 
     def __init__(
         self,
@@ -32,17 +37,21 @@ class KVMemory:
         *,
         rank: int = 0,
     ) -> None:
+        """``specs`` by layer as the plan grants them (``KVCacheConfig.layer_specs``); ``kernel_block_sizes`` where
+        they differ from the plan's. Raises ``ConfigError`` for memory that cannot be had or seen this way."""
         self.num_blocks = config.num_blocks
         records = config.tensors_of(rank)
         self.buffers = _allocate(records, device)
         self.views: dict[str, torch.Tensor] = {}
-        self._pages: list[torch.Tensor] = []
+        pages: dict[tuple[int, ...], torch.Tensor] = {}
         for record, buffer in zip(records, self.buffers, strict=True):
-            self._pages += [
-                page_view(buffer, record, index, specs[name], config.num_blocks)
-                for index, name in enumerate(record.layer_names)
-            ]
-            self.views.update(layer_views(buffer, record, specs, config.num_blocks, kernel_block_sizes or {}))
+            for index, name in enumerate(record.layer_names):
+                place = LayerPlace(record, index, specs[name], config.num_blocks, config.layout)
+                self.views[name] = place.view(buffer, (kernel_block_sizes or {}).get(name))
+                seen = place.pages(buffer)
+                # Groups that share memory have the same pages: clearing them once is enough.
+                pages[seen.data_ptr(), *seen.stride()] = seen
+        self._pages = tuple(pages.values())
 
     def zero_blocks(self, block_ids: np.ndarray) -> None:
         """Clear these blocks in every layer: stale values (NaN among them) of an earlier owner must not be read.
@@ -79,62 +88,131 @@ def allocate_bytes(size: int, device: torch.device) -> torch.Tensor:
         raise ConfigError(f"a KV cache buffer of {size / 2**30:.1f} GiB cannot be had on {device}; {advice}") from error
 
 
-def page_view(
-    buffer: torch.Tensor, record: KVCacheTensor, index: int, spec: KVCacheSpec, num_blocks: int
-) -> torch.Tensor:
-    """int8 [blocks, page bytes] of the record's layer ``index``."""
-    start = record.offset + index * record.layer_stride
-    last = start + (num_blocks - 1) * record.block_stride + spec.page_size_bytes
-    if last > record.size:
-        raise ConfigError(
-            f"layer {record.layer_names[index]!r} needs {last} bytes for {num_blocks} blocks, but its KV cache tensor "
-            f"has {record.size}; the KV layout plugin planned it wrongly"
-        )
-    return buffer.as_strided((num_blocks, spec.page_size_bytes), (record.block_stride, 1), start)
+def byte_strides(
+    order: Sequence[str], extents: Mapping[str, int], given: Mapping[str, int | None] | None = None
+) -> dict[str, int]:
+    """Strides by dimension: from the innermost of ``order`` outwards, each as far as all before it reach (R1.43).
 
-
-def layer_views(
-    buffer: torch.Tensor,
-    record: KVCacheTensor,
-    specs: Mapping[str, KVCacheSpec],
-    num_blocks: int,
-    kernel_block_sizes: Mapping[str, int],
-) -> dict[str, torch.Tensor]:
-    """Views of one record's layers, without a copy (R1.42)."""
-    views = {}
-    for index, name in enumerate(record.layer_names):
-        spec = specs[name]
-        ratio = kernel_block_count(name, record, spec, kernel_block_sizes.get(name, spec.block_size))
-        pages = page_view(buffer, record, index, spec, num_blocks)
-        # A split block keeps its bytes: each kernel block is a contiguous share of the dense page.
-        states = spec.states_per_block // ratio
-        block_stride = record.block_stride // ratio
-        view = buffer.as_strided(
-            (num_blocks * ratio, spec.heads, states, spec.content_bytes),
-            (block_stride, states * spec.content_bytes, spec.content_bytes, 1),
-            pages.storage_offset(),
-        )
-        views[name] = view.view(getattr(torch, spec.dtype)) if isinstance(spec, AttentionSpec) else view
-    return views
-
-
-def kernel_block_count(name: str, record: KVCacheTensor, spec: KVCacheSpec, kernel_block_size: int) -> int:
-    """How many kernel blocks one manager block holds (R1.45, R1.46).
-
-    Raises ``ConfigError`` where the kernel's size does not divide the manager's, or the layout pads its blocks.
+    ``extents`` by dimension, that of the content in bytes. Strides in ``given`` replace the computed ones, and what
+    lies further out builds on them. Raises ``ConfigError`` unless ``order`` names every dimension, the content last.
     """
-    if kernel_block_size == spec.block_size:
-        return 1
-    ratio, rest = divmod(spec.block_size, kernel_block_size)
-    if rest or math.gcd(spec.states_per_block, ratio) != ratio:
+    if sorted(order) != sorted(DIMENSIONS) or order[-1] != "content":
         raise ConfigError(
-            f"layer {name!r}: block size {spec.block_size} is no multiple of the attention kernel's "
-            f"{kernel_block_size}; set --block-size to a multiple of it"
+            f"a KV layout orders its dimensions as {', '.join(order)}; it must name each of {', '.join(DIMENSIONS)} "
+            "once, with the content innermost: choose another --kv-layout"
         )
-    if record.block_stride != spec.page_size_bytes:
-        raise ConfigError(
-            f"layer {name!r}: blocks of {spec.block_size} tokens cannot be split into {ratio} kernel blocks of "
-            f"{kernel_block_size}, because this KV layout puts {record.block_stride} bytes between blocks of "
-            f"{spec.page_size_bytes}; set --block-size {kernel_block_size} or choose a layout with contiguous layers"
-        )
-    return ratio
+    strides: dict[str, int] = {}
+    reach = 1
+    for name in reversed(order):
+        override = (given or {}).get(name)
+        strides[name] = reach if override is None else override
+        reach = strides[name] * extents[name]
+    return strides
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where layer ``index`` of ``record`` lies, whose spec is the one that the plan grants. ``layout`` is for messages.
+
+    Raises ``ConfigError`` when it does not fit the record.
+    """
+
+    record: KVCacheTensor
+    index: int
+    spec: KVCacheSpec
+    num_blocks: int
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        record, page = self.record, self.spec.page_size_bytes
+        last = self.start + (self.num_blocks - 1) * record.block_stride + page
+        if last > record.size:
+            raise ConfigError(
+                f"layer {self.name!r} needs {last} bytes for {self.num_blocks} blocks, but its KV cache tensor "
+                f"has {record.size}; the KV layout plugin planned it wrongly"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.record.layer_names[self.index]
+
+    @property
+    def start(self) -> int:
+        """Byte at which block 0 begins."""
+        return self.record.offset + self.index * self.record.layer_stride
+
+    def pages(self, buffer: torch.Tensor) -> torch.Tensor:
+        """int8 [blocks, page bytes], padding included."""
+        shape = (self.num_blocks, self.spec.page_size_bytes)
+        return buffer.as_strided(shape, (self.record.block_stride, 1), self.start)
+
+    def view(self, buffer: torch.Tensor, kernel_block_size: int | None = None) -> torch.Tensor:
+        """[blocks, heads, states, content] without a copy (R1.42). A manager block is ``ratio`` kernel blocks, each a
+        contiguous share of its page."""
+        spec = self.spec
+        ratio = self.kernel_block_count(kernel_block_size or spec.block_size)
+        extents = {
+            "layer": len(self.record.layer_names),
+            "block": self.num_blocks * ratio,
+            "head": spec.heads,
+            "state": spec.states_per_block // ratio,
+            "content": spec.content_bytes,
+        }
+        given = {"layer": self.record.layer_stride, "block": self.record.block_stride // ratio}
+        strides = byte_strides(self.record.order, extents, given)
+        axes = DIMENSIONS[1:]
+        raw = buffer.as_strided([extents[n] for n in axes], [strides[n] for n in axes], self.start)
+        # R1.44: bytes first, elements afterwards.
+        return raw if not isinstance(spec, AttentionSpec) else self._as_elements(raw, spec)
+
+    def _as_elements(self, raw: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        places = (raw.storage_offset(), *raw.stride()[:-1], raw.shape[-1])
+        if any(place % dtype.itemsize for place in places):
+            raise ConfigError(
+                f"layer {self.name!r}: {spec.dtype} elements cannot start at every {math.gcd(*places)} bytes, as the "
+                f"pages of {spec.page_size_bytes} bytes of KV layout {self.layout!r} would have it; choose another "
+                "--kv-layout or --kv-cache-dtype"
+            )
+        return raw.view(dtype)
+
+    def kernel_block_count(self, kernel_block_size: int) -> int:
+        """How many kernel blocks one manager block holds (R1.45, R1.46).
+
+        Raises ``ConfigError`` where the kernel's size does not divide the manager's, or pages do not lie back to back.
+        """
+        spec, stride = self.spec, self.record.block_stride
+        if kernel_block_size == spec.block_size:
+            return 1
+        ratio, rest = divmod(spec.block_size, kernel_block_size)
+        if rest or spec.states_per_block % ratio:
+            raise ConfigError(
+                f"layer {self.name!r}: block size {spec.block_size} is no multiple of the attention kernel's "
+                f"{kernel_block_size}; set --block-size to a multiple of it"
+            )
+        if stride != spec.unpadded_page_size_bytes:
+            raise ConfigError(
+                f"layer {self.name!r}: KV layout {self.layout!r} puts {stride} bytes from one block to the next, but "
+                f"a block holds {spec.unpadded_page_size_bytes}, so blocks of {spec.block_size} tokens cannot be split "
+                f"into {ratio} kernel blocks of {kernel_block_size} tokens (ratio {ratio}); set --block-size "
+                f"{kernel_block_size}, or choose a --kv-layout with contiguous layers such as layer_outermost"
+            )
+        return ratio
+
+
+def state_tensors(view: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
+    """The tensors of a recurrent layer's states, each [blocks, *shape], seen through its byte view
+    int8 [blocks, 1, 1, content] (R1.32). Raises ``ConfigError`` for elements that would not be aligned."""
+    tensors, start = [], 0
+    for shape, name in zip(spec.shapes, spec.dtypes, strict=True):
+        dtype: torch.dtype = getattr(torch, name)
+        size = math.prod(shape) * dtype.itemsize
+        if (view.storage_offset() + start) % dtype.itemsize or view.stride(0) % dtype.itemsize:
+            raise ConfigError(
+                f"a recurrent state's {name} tensor of shape {shape} begins at byte {start} of pages of "
+                f"{view.stride(0)} bytes; pad the state to a multiple of {dtype.itemsize} or order larger dtypes first"
+            )
+        part = view[:, 0, 0, start : start + size].view(dtype)
+        tensors.append(part.unflatten(1, shape))
+        start += size
+    return tuple(tensors)
