@@ -294,6 +294,7 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
         "max_num_batched_tokens": settings.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
         "max_model_len": wanted or info.max_position,
         "prefix_caching": engine.cache.prefix_caching,
+        "kv_events": engine.cache.kv_events,
     }
     return msgspec.convert({**engine.scheduler.model_dump(), **settled}, SchedulerLimits)
 

@@ -54,6 +54,8 @@ class CacheConfig(_Section):
     """reuse the KV of equal prefixes"""
     hash_algorithm: str = "sha256"
     """block hash (plugin name)"""
+    kv_events: bool = False
+    """tell routers which prefixes are cached, through the endpoint kv_events"""
     kv_layout: str = "layer_outermost"
     """memory layout of the KV cache (plugin name)"""
     hybrid_kv_cache: bool = True

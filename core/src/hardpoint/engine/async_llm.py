@@ -21,6 +21,7 @@ from hardpoint.engine.stats import StatFanout
 from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
 from hardpoint.interfaces.stat_logger import StatLogger
 from hardpoint.interfaces.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class AsyncLLM:
         self._max_unfinished = limit
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
+        self._kv_event_sinks: list[Callable[[KVEventBatch], None]] = []
         self._on_stop: Callable[[], None] = lambda: None
         self._is_draining = False
         self._changed = asyncio.Event()
@@ -211,10 +213,16 @@ class AsyncLLM:
         self.client.abort(self._outputs.abort(request_id))
         self._changed.set()
 
+    def on_kv_events(self, sink: Callable[[KVEventBatch], None]) -> None:
+        self._kv_event_sinks.append(sink)
+
     def _on_outputs(self, batch: EngineOutputs) -> None:
         self._latest = batch.stats or self._latest
         self.client.abort(self._outputs.process(batch))
         self._changed.set()
+        if batch.kv_events is not None:
+            for sink in self._kv_event_sinks:
+                sink(batch.kv_events)
 
     def _on_dead(self, reason: str) -> None:
         failure = EngineNotReadyError if self._is_draining else EngineDeadError

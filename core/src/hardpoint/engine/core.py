@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from hardpoint.engine.pipeline import StepPipeline
 from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.executor import Executor
+from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SchedulerStats
 from hardpoint.interfaces.scheduler import PauseMode, Scheduler
 from hardpoint.plugins.report import LoadReport
@@ -63,6 +66,7 @@ class EngineCore:
         self._deadlines: list[tuple[float, str]] = []
         self._outbox: dict[int, list[EngineOutput]] = {}
         self._told: SchedulerStats | None = None
+        self._num_event_batches = 0
         self._lost_worker: str | None = None
         self._needs_check = False
         self._next_check = 0.0
@@ -140,10 +144,19 @@ class EngineCore:
 
     def take_frames(self) -> dict[int, EngineOutputs]:
         """What is ready for each client, without computing anything."""
+        events = self.scheduler.take_events() if self.dead_reason is None else ()
+        if events:
+            self._outbox.setdefault(0, [])
         if self._outbox:
             self._told = self.scheduler.stats() if self.dead_reason is None else None
         outbox, self._outbox = self._outbox, {}
-        return {client: EngineOutputs(outputs, self._told, self._clock()) for client, outputs in outbox.items()}
+        now = self._clock()
+        frames = {client: EngineOutputs(outputs, self._told, now) for client, outputs in outbox.items()}
+        if events:
+            self._num_event_batches += 1
+            batch = KVEventBatch(self._num_event_batches, now, list(events))
+            frames[0] = msgspec.structs.replace(frames[0], kv_events=batch)
+        return frames
 
     def untold_stats(self) -> EngineOutputs | None:
         """A frame of statistics alone, if they changed since the last frame: steps without outputs tell nothing."""

@@ -38,6 +38,9 @@ from hardpoint.interfaces.kv_cache_specs import (
 from hardpoint.interfaces.kv_dtypes import (
     DTYPE_BYTES, KVQuantization, KVStorage, dtype_bytes, kv_storage, register_kv_storage,
 )
+from hardpoint.interfaces.kv_events import (
+    AllBlocksCleared, BlocksRemoved, BlocksStored, DEVICE_MEDIUM, KVEvent, KVEventBatch,
+)
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.model import Model, ModelContext, StageRange, StageOutput, WeightRule
 from hardpoint.interfaces.model_source import (
@@ -68,30 +71,30 @@ from hardpoint.interfaces.worker import (
 )
 
 __all__ = [
-    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DTYPE_BYTES", "ENCODER_INPUTS", "NULL_BLOCK_ID", "WORKER_RPC",
-    "AdapterRef", "AttentionBackend", "AttentionImpl", "AttentionKind", "AttentionLayerParams",
-    "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule",
-    "BlockUpdate", "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "ChunkedLocalAttentionSpec",
-    "CliCommand", "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator",
-    "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap", "EncoderInputs",
-    "EncoderOnlyAttentionSpec", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs",
-    "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason",
-    "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction",
-    "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array", "KVBlockPool", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVLayout", "KVPlanRequest", "KVQuantization",
-    "KVSpecRegistration", "KVStorage", "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod",
-    "LinearShape", "LoadResult", "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange",
-    "MLASpec", "MambaCacheMode", "MambaSpec", "MetricsExporter", "MixedSizeSpec", "Model", "ModelArtifact",
-    "ModelContext", "ModelInfo", "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind",
-    "ParallelSlice", "PauseMode", "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess",
-    "PluginContext", "PluginDeclaration", "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt",
-    "QuantizationMethod", "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestQueue",
-    "RequestView", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",
-    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "SchedulingPolicy", "ServerFacts",
-    "SlidingWindowSpec", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
-    "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason",
-    "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig",
-    "WorkerContext",
+    "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DEVICE_MEDIUM", "DTYPE_BYTES", "ENCODER_INPUTS", "NULL_BLOCK_ID",
+    "WORKER_RPC", "AdapterRef", "AllBlocksCleared", "AttentionBackend", "AttentionImpl", "AttentionKind",
+    "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash",
+    "BlockHashWithGroup", "BlockSizeRule", "BlockUpdate", "BlocksRemoved", "BlocksStored", "BoolArray", "CapturedGraph",
+    "ChatRenderer", "ChatRendererContext", "ChunkedLocalAttentionSpec", "CliCommand", "CommonAttentionMetadata",
+    "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator", "CustomOps", "DecodeStream", "Deferred",
+    "DeviceDescription", "DeviceMap", "EncoderInputs", "EncoderOnlyAttentionSpec", "Endpoint", "EndpointContext",
+    "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext",
+    "ExternalMatch", "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend",
+    "GraphSupport", "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array",
+    "KVBlockPool", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVEvent",
+    "KVEventBatch", "KVLayout", "KVPlanRequest", "KVQuantization", "KVSpecRegistration", "KVStorage", "KVWriteMode",
+    "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape", "LoadResult", "LogicalDevice",
+    "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MLASpec", "MambaCacheMode", "MambaSpec",
+    "MetricsExporter", "MixedSizeSpec", "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits",
+    "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput",
+    "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration",
+    "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished",
+    "RequestMetrics", "RequestOptions", "RequestOutput", "RequestQueue", "RequestView", "RowFailure", "RpcMethod",
+    "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits",
+    "SchedulerOutput", "SchedulerStats", "SchedulingPolicy", "ServerFacts", "SlidingWindowSpec", "StageOutput",
+    "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate", "Tokenizer",
+    "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason", "WeightLoader", "WeightLoaderContext",
+    "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
     "declaration_of", "dtype_bytes", "group_key", "kv_storage", "plugin", "register_kv_storage", "smallest_block_size",
     "spec_from_wire", "spec_to_wire",
 ]

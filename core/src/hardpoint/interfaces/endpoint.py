@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
-from hardpoint.interfaces.engine import ModelRouter
+from hardpoint.interfaces.engine import EngineClient, ModelRouter
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter
 from hardpoint.plugins.report import LoadReport
@@ -111,6 +111,9 @@ class Endpoint(ABC):
 
     async def start(self) -> None:
         """Application start."""
+
+    def engine_started(self, client: EngineClient) -> None:
+        """A model's engine is loaded and has served nobody yet: the next moment ``client`` is in the router."""
 
     async def stop(self) -> None:
         """Application end; open streams are already closed. Given up after a few seconds."""

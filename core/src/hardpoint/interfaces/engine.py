@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import FinishReason, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
@@ -167,6 +168,12 @@ class EngineClient(Protocol):
 
     def stats(self) -> SchedulerStats | None:
         """Latest statistics, None before the first step."""
+
+    def on_kv_events(self, sink: Callable[[KVEventBatch], None]) -> None:
+        """Call ``sink`` on the event loop with every later batch, in order. It must not block.
+
+        Without the setting ``kv_events`` nothing ever comes.
+        """
 
     async def reset_prefix_cache(self) -> bool:
         """False when blocks are in use, so that nothing was dropped. Raises ``EngineDeadError``."""

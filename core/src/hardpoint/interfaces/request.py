@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hardpoint.interfaces.kv_events import KVEventBatch
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -155,7 +157,14 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counts after a step. Cumulative counters never decrease within one engine process."""
+    """Counts after a step. Cumulative counters never decrease within one engine process.
+
+    Attributes:
+        num_waiting: all that wait, ``num_skipped`` of them held back by what they depend on.
+        num_cached_blocks: distinct prefixes in the index, in use or not. num_evictions: cached blocks that were reused.
+        prefix_cache_queries: prompt tokens of admitted requests, ``prefix_cache_hits`` of them found; the ``recent``
+            ones count the last thousand requests or so only.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -164,6 +173,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    num_skipped: int = 0
+    num_cached_blocks: int = 0
+    num_evictions: int = 0
+    recent_prefix_queries: int = 0
+    recent_prefix_hits: int = 0
     step_id: int = 0
     extensions: dict[str, Any] = {}
 
@@ -172,10 +186,16 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Fraction of usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
+    @property
+    def recent_hit_rate(self) -> float:
+        """Fraction of recent prompt tokens that came from the prefix cache, 0 to 1."""
+        return self.recent_prefix_hits / self.recent_prefix_queries if self.recent_prefix_queries else 0.0
+
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One frame per step and client."""
+    """One frame per step and client. Events of the KV cache go to the first client only."""
 
     outputs: list[EngineOutput] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
+    kv_events: KVEventBatch | None = None

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hardpoint.interfaces.kv_cache import KVCacheConfig
+from hardpoint.interfaces.kv_events import KVEvent
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.request import EngineOutput, EngineRequest, FinishReason, Int32Array, SchedulerStats
 from hardpoint.interfaces.step import RunnerOutput, SchedulerOutput
@@ -56,6 +57,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_threshold: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    kv_events: bool = False
     full_sequence_must_fit: bool = False
     watermark: float = 0.0
     max_inflight_steps: int = 1
@@ -222,6 +224,10 @@ class Scheduler(ABC):
         The loop asks when :meth:`schedule` returned nothing to execute; otherwise :meth:`update` delivers them.
         """
         return []
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """What happened to cached blocks since the last call, in order; always empty unless ``limits.kv_events``."""
+        return ()
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -162,6 +162,8 @@ class _Service:
             return
         _logger.info("%s is ready after %.1f s", self._name, time.monotonic() - begun)
         try:
+            for endpoint in self._endpoints.values():
+                endpoint.engine_started(engine)
             self._engines.add(self._name, engine)
             await self._stop.wait()
             _logger.info("stopping: %d running requests get %g s", engine.num_unfinished, self._config.drain_timeout_s)

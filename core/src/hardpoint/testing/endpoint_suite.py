@@ -84,6 +84,8 @@ class EndpointSuite(PluginSuite):
 
     @pytest.fixture
     def app(self, endpoint: Endpoint, engines: Engines) -> Any:
+        for client in engines.clients():
+            endpoint.engine_started(client)
         return create_app(ServerConfig(), engines, {"under-test": endpoint}, (KEY,), (ADMIN_KEY,))
 
     @pytest.fixture

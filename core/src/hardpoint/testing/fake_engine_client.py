@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from hardpoint.interfaces.engine import (
     RequestOutput,
 )
 from hardpoint.interfaces.io_processor import IOProcessor
+from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
@@ -75,6 +76,7 @@ class FakeEngineClient:
         self.fail_after: int | None = None
         self.is_ready = True
         self.dead_reason: str | None = None
+        self._kv_event_sinks: list[Callable[[KVEventBatch], None]] = []
         self._renderer = FakeChatRenderer(self.tokenizer)
         self._inputs = InputProcessor(self.tokenizer, self.limits, eos_token_ids=(2,))
 
@@ -90,6 +92,14 @@ class FakeEngineClient:
 
     def stats(self) -> SchedulerStats | None:
         return SchedulerStats(num_running=self.num_running, num_free_blocks=90, num_total_blocks=100)
+
+    def on_kv_events(self, sink: Callable[[KVEventBatch], None]) -> None:
+        self._kv_event_sinks.append(sink)
+
+    def emit(self, batch: KVEventBatch) -> None:
+        """As if the engine had sent ``batch``."""
+        for sink in self._kv_event_sinks:
+            sink(batch)
 
     async def reset_prefix_cache(self) -> bool:
         self._require_life()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, BlockHashWithGroup
+from hardpoint_scheduling.kv_cache.events import KVEventLog
 from hardpoint_scheduling.kv_cache.free_queue import FreeQueue
 from hardpoint_scheduling.kv_cache.prefix_index import PrefixIndex
 
@@ -22,7 +23,8 @@ class BlockPool:
     adopted again by :meth:`touch`; handing it out for new content by :meth:`allocate` evicts the hash. Freed blocks
     without a hash are reused first (warm in cache), those with one last (least recently used goes first).
 
-    ``num_evictions`` counts cached blocks that were handed out for new content.
+    ``num_evictions`` counts cached blocks that were handed out for new content. ``log`` is told of every change of the
+    index if it is set, which it is before the first block is used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,6 +39,7 @@ class BlockPool:
         self._keys: list[BlockHashWithGroup | None] = [None] * num_blocks
         self._index = PrefixIndex()
         self.num_evictions = 0
+        self.log: KVEventLog | None = None
         # R3.11: the first block is the null block; it leaves the queue here and never comes back.
         self._queue.remove(NULL_BLOCK_ID)
 
@@ -119,19 +122,21 @@ class BlockPool:
 
     def remember(self, block: int, key: BlockHashWithGroup) -> None:
         """Enter a full block into the prefix index, replacing the key it carried before (R3.20)."""
-        self.remember_many((block,), (key,))
+        before = self._keys[block]
+        if before == key or block == NULL_BLOCK_ID:
+            return
+        if before is not None:
+            self.forget(block)
+        if self.log is not None and self._index.find(key) is None:
+            self.log.stored(key)
+        self._keys[block] = key
+        self._index.insert(key, block)
 
     def remember_many(self, blocks: Iterable[int], keys: Iterable[BlockHashWithGroup]) -> None:
         """:meth:`remember` for pairs of equal position; the shorter of the two ends it."""
-        carried, insert = self._keys, self._index.insert
+        remember = self.remember
         for block, key in zip(blocks, keys, strict=False):
-            before = carried[block]
-            if before == key or block == NULL_BLOCK_ID:
-                continue
-            if before is not None:
-                self.forget(block)
-            carried[block] = key
-            insert(key, block)
+            remember(block, key)
 
     def forget(self, block: int) -> None:
         """Take a block out of the prefix index, so that no later request adopts it."""
@@ -139,6 +144,8 @@ class BlockPool:
         if key is not None:
             self._keys[block] = None
             self._index.remove(key, block)
+            if self.log is not None and self._index.find(key) is None:
+                self.log.removed(key)
 
     def find(self, key: BlockHashWithGroup) -> int | None:
         return self._index.find(key)
@@ -153,6 +160,8 @@ class BlockPool:
             return False
         self._index.clear()
         self._keys = [None] * self.num_blocks
+        if self.log is not None:
+            self.log.cleared()
         return True
 
     def check_integrity(self, tables: Mapping[str, Sequence[Sequence[int]]] | None = None) -> None:

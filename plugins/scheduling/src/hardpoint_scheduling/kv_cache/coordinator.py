@@ -227,6 +227,8 @@ class KVCoordinator:
 
     def enter_full_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Let later requests find the complete blocks among the first ``num_tokens``."""
+        if self.pool.log is not None:
+            self.pool.log.entering(request_id, hashes)
         for group in self._groups:
             group.manager.cache_full_blocks(request_id, group.hashes(hashes), num_tokens)
 
@@ -234,6 +236,11 @@ class KVCoordinator:
         self, request_ids: Sequence[str], hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
     ) -> None:
         """:meth:`enter_full_blocks` for many requests, each with its hashes."""
+        if self.pool.log is not None:
+            # Request by request, so that the log knows whose block each is.
+            for request_id, of_request, end in zip(request_ids, hashes, ends, strict=True):
+                self.enter_full_blocks(request_id, of_request, end)
+            return
         for group in self._groups:
             enter = group.manager.cache_full_blocks
             own = hashes if group.scale == 1 else [group.hashes(of_request) for of_request in hashes]

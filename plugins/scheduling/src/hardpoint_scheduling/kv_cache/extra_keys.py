@@ -12,9 +12,13 @@ from hardpoint.interfaces import EngineRequest, Feature
 
 
 def has_extra_keys(request: EngineRequest) -> bool:
-    return bool(
-        request.adapter is not None or request.features or request.cache_salt or request.prompt_embeds is not None
-    )
+    """Whether any block of the request has extra keys."""
+    return request.adapter is not None or has_content_keys(request)
+
+
+def has_content_keys(request: EngineRequest) -> bool:
+    """Whether more than tokens and adapter decides about the request's blocks."""
+    return bool(request.features or request.cache_salt or request.prompt_embeds is not None)
 
 
 def extra_keys(request: EngineRequest, start: int, end: int) -> bytes:

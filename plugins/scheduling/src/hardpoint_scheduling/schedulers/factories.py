@@ -19,6 +19,7 @@ from hardpoint.interfaces import (
     plugin,
 )
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
+from hardpoint_scheduling.kv_cache.events import KVEventLog
 from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
 from hardpoint_scheduling.kv_cache.registry import load_registry
 from hardpoint_scheduling.schedulers.extensions import host_extensions
@@ -117,14 +118,15 @@ def build_scheduler(ctx: SchedulerContext, policy: SchedulingPolicy, clock: Cloc
     kv = KVCoordinator(
         ctx.kv_cache, registry, max_model_len=ctx.limits.max_model_len, prefix_caching=ctx.limits.prefix_caching
     )
-    return BatchScheduler(
-        SchedulerState(
-            limits=ctx.limits,
-            kv=kv,
-            hasher=resolve_hash(ctx.plugins, ctx.hash_algorithm, ctx.logger).hasher(kv.hash_block_size),
-            extensions=host_extensions(ctx.extensions),
-            table=SlotTable(ctx.limits.max_num_seqs),
-            policy=policy,
-            clock=clock,
-        )
+    state = SchedulerState(
+        limits=ctx.limits,
+        kv=kv,
+        hasher=resolve_hash(ctx.plugins, ctx.hash_algorithm, ctx.logger).hasher(kv.hash_block_size),
+        extensions=host_extensions(ctx.extensions),
+        table=SlotTable(ctx.limits.max_num_seqs),
+        policy=policy,
+        clock=clock,
     )
+    if ctx.limits.kv_events:
+        kv.pool.log = KVEventLog(state.live.get, kv.hash_block_size, kv.group_block_sizes())
+    return BatchScheduler(state)

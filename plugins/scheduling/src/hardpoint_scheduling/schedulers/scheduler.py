@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import (
+    ENCODER_INPUTS,
     EngineOutput,
     EngineRequest,
     FinishReason,
+    KVEvent,
     PauseMode,
     RunnerOutput,
     Scheduler,
@@ -18,10 +19,13 @@ from hardpoint.interfaces import (
 )
 from hardpoint_scheduling.kv_cache.coordinator import UNLIMITED_TOKENS
 from hardpoint_scheduling.schedulers.admission import Admission
+from hardpoint_scheduling.schedulers.intake import Intake
 from hardpoint_scheduling.schedulers.integrity import check_state
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.plan import StepPlan
-from hardpoint_scheduling.schedulers.request import LiveRequest, RequestStatus
+from hardpoint_scheduling.schedulers.prefill_balance import PrefillBalance
+from hardpoint_scheduling.schedulers.remote_kv import RemoteKV
+from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.running import RunningLoop
 from hardpoint_scheduling.schedulers.state import InflightStep, SchedulerState
 from hardpoint_scheduling.schedulers.update import OutputUpdate
@@ -40,39 +44,20 @@ class BatchScheduler(Scheduler):
         self._state = state
         self._lifecycle = Lifecycle(state)
         self._running = RunningLoop(state, self._lifecycle)
-        self._admission = Admission(state)
+        self._remote = RemoteKV(state, self._lifecycle)
+        self._admission = Admission(state, self._remote)
+        self._intake = Intake(state, self._admission)
+        self._balance = PrefillBalance(state.limits.prefill_interval)
         self._update = OutputUpdate(state, self._lifecycle)
         self._deadlines: list[tuple[float, str]] = []
         self._common_blocks: tuple[int, ...] = ()
         self._common_of: list[LiveRequest] | None = None
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
-        state = self._state
-        if request.request_id in state.live or state.kv.holds(request.request_id):
-            raise ValueError(f"request {request.request_id} is already live or still holds blocks")
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return refusal
-        if self._queue_is_full():
-            raise OverloadedError(
-                f"{state.num_waiting} requests wait already and --max-waiting allows {state.limits.max_waiting}; "
-                "retry later or raise it"
-            )
-        live = LiveRequest(request, self._length_limit(request))
-        if state.kv.prefix_caching:
-            state.hasher.extend(request, live.tokens, live.block_hashes)
-        state.live[request.request_id] = live
-        state.waiting.append(live)
-        if request.deadline is not None:
+        refusal = self._intake.add(request)
+        if refusal is None and request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
-        state.extensions.on_added(live)
-        return None
-
-    def _queue_is_full(self) -> bool:
-        """Requests that the next step can take to a free slot do not count as waiting."""
-        state = self._state
-        limit = state.limits.max_waiting
-        return limit is not None and state.num_waiting >= limit + state.table.num_free
+        return refusal
 
     def finish(self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         return self._lifecycle.finish_from_outside(request_ids, reason, error)
@@ -81,7 +66,8 @@ class BatchScheduler(Scheduler):
         state = self._state
         self._end_overdue()
         self._lifecycle.release_held()
-        plan = state.start_plan()
+        self._remote.take_arrivals()
+        plan = self._start_plan()
         preempted = self._running.run(plan)
         if state.charges:
             for request, num_tokens in zip(plan.rows, plan.counts.tolist(), strict=True):
@@ -91,8 +77,12 @@ class BatchScheduler(Scheduler):
         step = plan.build(
             state.table, _drained(state.finished_slots), _drained(state.preempted_slots), self._num_common_blocks(plan)
         )
+        if self._balance.enabled:
+            self._balance.note(plan.step_id, was_full=plan.room(0) == 0)
         state.extensions.attach_metadata(step)
         if step.num_tokens:
+            if state.encoder is not None and (inputs := state.encoder.build(plan.all_rows)) is not None:
+                step.extensions[ENCODER_INPUTS] = inputs
             state.fences.scheduled += 1
             state.table.advance(step, state.fences.scheduled, state.decode_interval)
             state.inflight.append(InflightStep(step, plan.all_rows))
@@ -113,6 +103,10 @@ class BatchScheduler(Scheduler):
         outputs, self._state.ended = self._state.ended, []
         return outputs
 
+    def take_events(self) -> Sequence[KVEvent]:
+        log = self._state.kv.pool.log
+        return () if log is None else log.take()
+
     def has_work(self) -> bool:
         state = self._state
         if state.finished_slots or state.preempted_slots or state.ended or self._is_overdue():
@@ -122,7 +116,7 @@ class BatchScheduler(Scheduler):
         if state.running.requests:
             return True
         if state.pause is PauseMode.NEW:
-            return any(request.status is RequestStatus.PREEMPTED for request in (*state.skipped, *state.waiting))
+            return any(request.num_preemptions for request in (*state.skipped, *state.waiting, *state.loads.requests()))
         return state.num_waiting > 0
 
     def live_request_ids(self) -> Iterable[str]:
@@ -138,13 +132,23 @@ class BatchScheduler(Scheduler):
             prefix_cache_queries=state.counters.prefix_queries,
             prefix_cache_hits=state.counters.prefix_hits,
             num_preemptions=state.counters.preemptions,
+            num_skipped=len(state.skipped),
+            num_cached_blocks=state.kv.pool.num_cached,
+            num_evictions=state.kv.pool.num_evictions,
+            recent_prefix_queries=state.counters.recent_hits.num_queried,
+            recent_prefix_hits=state.counters.recent_hits.num_found,
             step_id=state.counters.next_step_id,
         )
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        if reset_running and not self._lifecycle.preempt_all():
+        state = self._state
+        if reset_running:
+            if not self._lifecycle.preempt_all():
+                return False
+            state.loads.give_up_arrived(state.kv)
+        if not state.kv.reset():
             return False
-        return self._state.kv.reset()
+        return state.encoder is None or state.encoder.cache.reset()
 
     def set_pause(self, mode: PauseMode) -> None:
         self._state.pause = mode
@@ -152,27 +156,16 @@ class BatchScheduler(Scheduler):
     def check_integrity(self) -> None:
         check_state(self._state)
 
-    def _refusal(self, request: EngineRequest) -> EngineOutput | None:
-        """The terminal output of a request that could never produce a token."""
-        length = len(request.prompt_token_ids)
-        if length == 0:
-            return EngineOutput(request.request_id, [], FinishReason.ERROR, error="the prompt has no tokens")
-        wanted = request.sampling.max_tokens
-        too_long = length >= self._state.limits.max_model_len or length > self._state.kv.largest_sequence
-        if too_long or (wanted is not None and wanted <= 0):
-            return EngineOutput(request.request_id, [], FinishReason.LENGTH)
-        return None
-
-    def _length_limit(self, request: EngineRequest) -> int:
-        """Sequence length at which the request ends.
-
-        Bounded by what the pool holds for one sequence, so that a request alone can always go on. The last token
-        needs no KV: nothing follows it.
-        """
-        longest = min(self._state.limits.max_model_len, self._state.kv.largest_sequence + 1)
-        if request.sampling.max_tokens is None:
-            return longest
-        return min(longest, len(request.prompt_token_ids) + request.sampling.max_tokens)
+    def _start_plan(self) -> StepPlan:
+        """A step with whole budgets; whether prefills take part in it is up to the cadence of all engines (R3.43)."""
+        state, plan = self._state, self._state.start_plan()
+        if state.encoder is not None:
+            state.encoder.begin_step()
+        if self._balance.enabled:
+            slots = state.running.slots
+            any_decodes = bool((state.table.computed[slots] >= state.table.num_tokens[slots] - 1).any())
+            plan.defers_prefills = self._balance.defers(plan.step_id, any_decodes)
+        return plan
 
     def _is_overdue(self) -> bool:
         return bool(self._deadlines) and self._deadlines[0][0] <= self._state.clock()

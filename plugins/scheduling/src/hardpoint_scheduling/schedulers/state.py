@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from hardpoint.interfaces import EngineOutput, PauseMode, SchedulerLimits, SchedulerOutput, SchedulingPolicy
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher
+from hardpoint_scheduling.kv_cache.hit_window import HitWindow
+from hardpoint_scheduling.schedulers.encoder_inputs import EncoderPlanner
 from hardpoint_scheduling.schedulers.extensions import ExtensionHost
 from hardpoint_scheduling.schedulers.fences import Fences
+from hardpoint_scheduling.schedulers.loads import Loads
 from hardpoint_scheduling.schedulers.plan import StepPlan
 from hardpoint_scheduling.schedulers.queues import LiveQueue, RunningList, live_queue
 from hardpoint_scheduling.schedulers.request import LiveRequest
@@ -32,6 +35,7 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    recent_hits: HitWindow = field(default_factory=HitWindow)
     next_step_id: int = 0
 
 
@@ -43,6 +47,8 @@ class SchedulerState:
         live: id to request, the sole truth about who is live (R3.1).
         charges: whether the policy wants to hear of scheduled tokens.
         waiting: requests that can be admitted. skipped: requests that something holds back.
+        loads: requests whose KV is on its way from elsewhere, and their blocks.
+        encoder: plans media encoders; None where the limits give them no budget.
         ended: terminal outputs that arose while scheduling, delivered with the next update.
         held_blocks: ended requests whose blocks an extension still needs.
         finished_slots, preempted_slots: slots the workers have to drop, reported once.
@@ -60,6 +66,8 @@ class SchedulerState:
     waiting: LiveQueue = field(init=False)
     skipped: LiveQueue = field(init=False)
     running: RunningList = field(default_factory=RunningList)
+    loads: Loads = field(default_factory=Loads)
+    encoder: EncoderPlanner | None = field(init=False)
     inflight: deque[InflightStep] = field(default_factory=deque)
     fences: Fences = field(init=False)
     counters: Counters = field(default_factory=Counters)
@@ -72,12 +80,18 @@ class SchedulerState:
     def __post_init__(self) -> None:
         self.charges = type(self.policy).on_scheduled is not SchedulingPolicy.on_scheduled
         self.waiting, self.skipped = live_queue(self.policy), live_queue(self.policy)
+        limits = self.limits
+        self.encoder = (
+            EncoderPlanner(limits.encoder_budget, limits.encoder_cache_size, limits.max_num_seqs)
+            if limits.encoder_budget
+            else None
+        )
         loads = bool(self.extensions.external or self.extensions.holding)
         self.fences = Fences(enabled=loads and self.limits.max_inflight_steps > 1)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.skipped)
+        return len(self.waiting) + len(self.skipped) + len(self.loads.under_way)
 
     @property
     def active_cap(self) -> int:
