@@ -8,49 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import (
-    BlockHash,
-    Int32Array,
-    KVCacheConfig,
-    KVCacheManager,
-    KVCacheSpec,
-    group_key,
-    spec_from_wire,
-)
+from hardpoint.interfaces import BlockHash, Int32Array, KVCacheConfig, group_key, spec_from_wire
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
-from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
+from hardpoint_scheduling.kv_cache.groups import UNLIMITED_TOKENS as UNLIMITED_TOKENS
+from hardpoint_scheduling.kv_cache.groups import Blocks as Blocks
+from hardpoint_scheduling.kv_cache.groups import KVGroup, build_groups, longest_prefix, num_real, without_skipped
+from hardpoint_scheduling.kv_cache.groups import PrefixHit as PrefixHit
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 
-Blocks = tuple[Sequence[int], ...]
-"""Block ids per group; groups may differ in length and block size (R3.15)."""
-
-UNLIMITED_TOKENS = 2**31 - 1
-"""Room of a request in a model that keeps no KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Cached blocks, per group, that hold the first ``num_tokens`` tokens.
-
-    ``num_tail_tokens`` of them are in a last block that is used in part.
-    """
-
-    num_tokens: int
-    blocks: Blocks
-    num_tail_tokens: int = 0
-
-    def without_tail(self) -> PrefixHit:
-        """The whole blocks alone."""
-        if not self.num_tail_tokens:
-            return self
-        return PrefixHit(self.num_tokens - self.num_tail_tokens, tuple(blocks[:-1] for blocks in self.blocks))
+Admission = Sequence[tuple[KVGroup, Sequence[int]]]
+"""Per group, the positions of its table that a request takes over when it is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Token counts of one admission, in sequence order (R3.70). The hit is passed beside it.
 
-    ``whole``: length of the whole sequence, for the gate that wants all of it to fit.
+    ``whole``: length of the whole sequence, for the gate that wants all of it to fit. ``encoder``: tokens of the
+    request's encoder inputs, for layers that attend to them.
     """
 
     hit: int
@@ -58,6 +33,12 @@ class Segments:
     new: int
     lookahead: int
     whole: int
+    encoder: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV exists or arrives from elsewhere."""
+        return self.hit + self.external
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +61,41 @@ class Growth:
         return tuple(group[index] for group in self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    manager: KVCacheManager
-    block_size: int
-    scale: int
-
-    def hashes(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        return hashes if self.scale == 1 else ScaledHashes(hashes, self.scale)
-
-
 class KVCoordinator:
     """The scheduler's only way to KV blocks. Every method keeps all groups in step: all grow, or none."""
 
     def __init__(
-        self, config: KVCacheConfig, registry: SpecRegistry, *, max_model_len: int, prefix_caching: bool = True
+        self,
+        config: KVCacheConfig,
+        registry: SpecRegistry,
+        *,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        max_in_flight_tokens: int = UNLIMITED_TOKENS,
     ) -> None:
-        """Raises ``ConfigError`` when a group's spec has no manager or its block size does not fit the others."""
+        """``max_in_flight_tokens``: most tokens of one request that steps under way compute, lookahead included; what
+        groups hold besides a window or state depends on it.
+
+        Raises ``ConfigError`` when a group's spec has no manager or its block size does not fit the others.
+        """
         specs = [spec_from_wire(group.spec, registry.classes()) for group in config.groups]
         for group, spec in zip(config.groups, specs, strict=True):
             registry.check(dict.fromkeys(group.layer_names, spec))
         self.pool = BlockPool(config.num_blocks)
-        self.prefix_caching = prefix_caching and bool(specs)
         self.max_model_len = max_model_len
-        self.hash_block_size = hash_block_size([spec.block_size for spec in specs])
-        self._groups = tuple(self._group(registry, index, spec) for index, spec in enumerate(specs))
-        self._releasing = tuple(
-            group.manager
-            for group in self._groups
-            if type(group.manager).release_unneeded is not KVCacheManager.release_unneeded
-        )
+        self.max_in_flight_tokens = max_in_flight_tokens
+        managers = [
+            registry.manager_for(type(spec), group.role)(self.pool, index, spec)
+            for index, (group, spec) in enumerate(zip(config.groups, specs, strict=True))
+        ]
+        self._groups, self.hash_block_size = build_groups(specs, managers)
+        self.prefix_caching = prefix_caching and bool(specs) and all(m.caches_prefixes for m in managers)
+        self._releasing = tuple(group.manager for group in self._groups if group.releases)
+        self._late_groups = tuple(group for group in self._groups if group.is_late)
+        # Blocks that the current step fills and that others find after it: request, its hashes, its length.
+        self._late: dict[str, list[tuple[Sequence[BlockHash], int]]] = {}
         self._holders: dict[str, None] = {}
-        self._largest_fit = self._find_largest_fit(specs)
+        self._largest_fit = self._find_largest_fit()
 
     @property
     def num_groups(self) -> int:
@@ -124,40 +108,27 @@ class KVCoordinator:
 
     def covered(self, num_tokens: int) -> int:
         """Tokens that fit without a further allocation once ``num_tokens`` are covered."""
-        return min((-(-num_tokens // g.block_size) * g.block_size for g in self._groups), default=UNLIMITED_TOKENS)
+        return min((group.covered(num_tokens) for group in self._groups), default=UNLIMITED_TOKENS)
 
     def covered_all(self, num_tokens: Int32Array) -> Int32Array:
         """:meth:`covered` for many lengths at once, int32."""
         room = np.full(len(num_tokens), UNLIMITED_TOKENS, dtype=np.int32)
         for group in self._groups:
-            np.minimum(room, -(-num_tokens // group.block_size) * group.block_size, out=room)
+            group.cover_all(num_tokens, room)
         return room
 
     def end_with_lookahead(self, end: int, lookahead: int) -> int:
         """Where an allocation up to ``end`` stops. Lookahead is a wish: it never asks for more than the pool holds."""
-        return max(end, min(end + lookahead, self._largest_fit))
+        return min(max(end, min(end + lookahead, self._largest_fit)), self.max_model_len)
 
     def find_prefix(self, hashes: Sequence[BlockHash], num_tokens: int) -> PrefixHit:
         """The longest prefix cached in every group, in whole blocks and at most ``num_tokens - 1`` tokens (R3.91)."""
         if not self.prefix_caching:
             return self.no_hit()
-        length = num_tokens - 1
-        while True:
-            found = []
-            for group in self._groups:
-                blocks = group.manager.find_hit(group.hashes(hashes), length)
-                found.append(blocks)
-                # R3.92: a group that has less shortens the question to all others.
-                length = min(length, len(blocks) * group.block_size)
-            if all(len(b) * g.block_size == length for b, g in zip(found, self._groups, strict=True)):
-                return PrefixHit(length, tuple(found))
+        return longest_prefix(self._groups, hashes, num_tokens - 1)
 
     def no_hit(self) -> PrefixHit:
         return PrefixHit(0, tuple(() for _ in self._groups))
-
-    def blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        """Blocks that :meth:`grow` would take from the pool."""
-        return self._needed(request_id, num_tokens, self.no_hit().blocks)
 
     def allocate_slots(self, request_id: str, segments: Segments, hit: PrefixHit, gates: Gates) -> Blocks | None:
         """Admit a request without blocks: adopt ``hit``, then allocate for the rest. Returns its whole tables.
@@ -167,30 +138,48 @@ class KVCoordinator:
         """
         if segments.new <= 0 and segments.external <= 0:
             raise ValueError(f"request {request_id}: neither new nor external tokens to allocate for")
-        end = self.end_with_lookahead(segments.hit + segments.external + segments.new, segments.lookahead)
-        whole = max(segments.whole, end) if gates.full_sequence_must_fit else end
-        idle = sum(self.pool.count_idle(blocks) for blocks in hit.blocks)
-        if self._needed(request_id, whole, hit.blocks) + idle + gates.reserved_blocks > self.pool.num_free:
+        computed = segments.computed
+        end = self.end_with_lookahead(computed + max(segments.new, 0), segments.lookahead)
+        admission: Admission = [
+            (group, without_skipped(blocks, group.manager.num_skipped_blocks(computed)))
+            for group, blocks in zip(self._groups, hit.blocks, strict=True)
+        ]
+        needed = self._needed_to_admit(request_id, admission, segments, end, gates)
+        idle = sum(self.pool.count_idle(blocks) for _, blocks in admission)
+        if needed + idle + gates.reserved_blocks > self.pool.num_free:
             return None
-        for group, blocks in zip(self._groups, hit.blocks, strict=True):
+        for group, blocks in admission:
             if blocks:
                 group.manager.adopt(request_id, blocks)
         for group in self._groups:
-            group.manager.allocate(request_id, end)
+            if segments.external and group.manager.grows:
+                # What is loaded needs its own positions, also where a step that computed it would leave them out.
+                group.manager.allocate(request_id, computed)
+            group.manager.allocate(request_id, segments.encoder if group.counts_encoder else end)
         self._holders[request_id] = None
         return self.block_ids(request_id)
 
+    def blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that a request takes at most until it has ``num_tokens``, besides those it holds (R3.75)."""
+        needed = 0
+        for group in self._groups:
+            more = group.manager.blocks_needed(request_id, num_tokens, 0) if group.manager.grows else 0
+            if more and not group.manager.keeps_all:
+                held = num_real(group.manager.block_ids(request_id))
+                more = max(group.most_blocks(num_tokens, self.max_in_flight_tokens) - held, 0)
+            needed += more
+        return needed
+
+    def fits(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the blocks of a request cover ``num_tokens``."""
+        return not any(g.manager.blocks_needed(request_id, num_tokens, 0) for g in self._groups if g.manager.grows)
+
     def grow(self, request_id: str, num_tokens: int) -> Blocks | None:
         """Cover ``num_tokens`` of a request that holds blocks. Returns the new ids, None when they are not there."""
-        groups = self._groups
-        if len(groups) == 1:
-            manager, num_free = groups[0].manager, self.pool.num_free
-            if manager.blocks_needed(request_id, num_tokens, 0) > num_free:
-                return None
-            return (manager.allocate(request_id, num_tokens),)
-        if self._needed(request_id, num_tokens, ((),) * len(groups)) > self.pool.num_free:
+        growing = [group.manager for group in self._groups if group.manager.grows]
+        if sum(manager.blocks_needed(request_id, num_tokens, 0) for manager in growing) > self.pool.num_free:
             return None
-        return tuple(group.manager.allocate(request_id, num_tokens) for group in groups)
+        return tuple(g.manager.allocate(request_id, num_tokens) if g.manager.grows else () for g in self._groups)
 
     def grow_many(
         self, request_ids: Sequence[str], ends: Sequence[int], processed: Sequence[int] | None = None
@@ -201,7 +190,7 @@ class KVCoordinator:
         The result's ``num_rows`` is the index of the row that came away empty, or the number of rows.
         """
         releases = processed is not None and self.releases
-        if len(self._groups) == 1 and not releases:
+        if len(self._groups) == 1 and not releases and self._groups[0].manager.grows:
             rows = self._groups[0].manager.allocate_many(request_ids, ends, self.pool.num_free)
             return Growth(len(rows), (rows,))
         grown: list[Blocks] = []
@@ -225,23 +214,32 @@ class KVCoordinator:
         for manager in self._releasing:
             manager.release_unneeded(request_id, num_processed_tokens)
 
+    def begin_step(self) -> None:
+        """To be called before a step is planned: what the one before fills can be found from now on."""
+        for request_id in list(self._late):
+            self._enter_late(request_id)
+
     def enter_full_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Let later requests find the complete blocks among the first ``num_tokens``."""
-        if self.pool.log is not None:
-            self.pool.log.entering(request_id, hashes)
-        for group in self._groups:
-            group.manager.cache_full_blocks(request_id, group.hashes(hashes), num_tokens)
+        self.enter_full_blocks_many((request_id,), (hashes,), (num_tokens,))
 
     def enter_full_blocks_many(
         self, request_ids: Sequence[str], hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
     ) -> None:
         """:meth:`enter_full_blocks` for many requests, each with its hashes."""
+        for request_id, of_request, end in zip(request_ids, hashes, ends, strict=True) if self._late_groups else ():
+            self._late.setdefault(request_id, []).append((of_request, end))
         if self.pool.log is not None:
             # Request by request, so that the log knows whose block each is.
             for request_id, of_request, end in zip(request_ids, hashes, ends, strict=True):
-                self.enter_full_blocks(request_id, of_request, end)
+                self.pool.log.entering(request_id, of_request)
+                for group in self._groups:
+                    if not group.is_late:
+                        group.manager.cache_full_blocks(request_id, group.hashes(of_request), end)
             return
         for group in self._groups:
+            if group.is_late:
+                continue
             enter = group.manager.cache_full_blocks
             own = hashes if group.scale == 1 else [group.hashes(of_request) for of_request in hashes]
             for request_id, of_request, end in zip(request_ids, own, ends, strict=True):
@@ -249,12 +247,14 @@ class KVCoordinator:
 
     def free(self, request_id: str) -> None:
         """Give up all blocks. A request without blocks is not an error."""
+        self._enter_late(request_id)
         for group in self._groups:
             group.manager.free(request_id)
         self._holders.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """Take the blocks out of the prefix index: their content cannot be trusted. They stay allocated."""
+        self._late.pop(request_id, None)
         for blocks in self.block_ids(request_id):
             for block in blocks:
                 self.pool.forget(block)
@@ -274,11 +274,15 @@ class KVCoordinator:
         return tuple(group.manager.block_ids(request_id) for group in self._groups)
 
     def num_common_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Per group, leading blocks of ``request_id`` that every holder shares (R3.97); 0 with fewer than two."""
+        """Per group, leading blocks of ``request_id`` that every holder shares (R3.97); 0 with fewer than two, and in
+        groups that give leading blocks up."""
         holders = len(self._holders)
         if holders < 2:
             return (0,) * len(self._groups)
-        return tuple(self._shared_lead(blocks, holders) for blocks in self.block_ids(request_id))
+        return tuple(
+            self._shared_lead(group.manager.block_ids(request_id), holders) if group.manager.keeps_all else 0
+            for group in self._groups
+        )
 
     def group_block_sizes(self) -> tuple[int, ...]:
         return tuple(group.block_size for group in self._groups)
@@ -290,15 +294,41 @@ class KVCoordinator:
         """All tables, for integrity checks."""
         return {request_id: self.block_ids(request_id) for request_id in self._holders}
 
-    def _group(self, registry: SpecRegistry, index: int, spec: KVCacheSpec) -> _Group:
-        manager = registry.manager_for(type(spec))(self.pool, index, spec)
-        return _Group(manager, spec.block_size, group_scale(spec.block_size, self.hash_block_size))
+    def _needed_to_admit(
+        self, request_id: str, admission: Admission, segments: Segments, end: int, gates: Gates
+    ) -> int:
+        """Blocks that leave the free ones besides the hit. Where the whole sequence has to fit (R3.73), the bound is that
+        of start-up (R1.35)."""
+        whole = min(max(segments.whole, end), self.max_model_len)
+        needed = 0
+        for group, blocks in admission:
+            manager, held = group.manager, len(blocks)
+            if not manager.grows:
+                needed += manager.blocks_needed(request_id, segments.encoder if group.counts_encoder else end, 0)
+                continue
+            loaded = -(-segments.computed // group.block_size)
+            if segments.external and loaded > held:
+                first = manager.blocks_needed(request_id, segments.computed, held)
+                more = first + manager.blocks_needed(request_id, end, loaded)
+                if manager.num_draft_tokens:
+                    # Positions for drafts move on from the first allocation to the second.
+                    more = min(more, group.most_blocks(end, self.max_in_flight_tokens))
+            else:
+                more = manager.blocks_needed(request_id, end, held)
+            if gates.full_sequence_must_fit:
+                if manager.keeps_all:
+                    more = max(more, manager.blocks_needed(request_id, whole, held))
+                else:
+                    more = max(more, group.most_blocks(whole, self.max_in_flight_tokens) - num_real(blocks))
+            needed += more
+        return needed
 
-    def _needed(self, request_id: str, num_tokens: int, hits: Sequence[Sequence[int]]) -> int:
-        return sum(
-            group.manager.blocks_needed(request_id, num_tokens, len(blocks))
-            for group, blocks in zip(self._groups, hits, strict=True)
-        )
+    def _enter_late(self, request_id: str) -> None:
+        for hashes, num_tokens in self._late.pop(request_id, ()):
+            if self.pool.log is not None:
+                self.pool.log.entering(request_id, hashes)
+            for group in self._late_groups:
+                group.manager.cache_full_blocks(request_id, group.hashes(hashes), num_tokens)
 
     def _shared_lead(self, blocks: Sequence[int], holders: int) -> int:
         count = 0
@@ -308,17 +338,18 @@ class KVCoordinator:
             count += 1
         return count
 
-    def _find_largest_fit(self, specs: Sequence[KVCacheSpec]) -> int:
+    def _find_largest_fit(self) -> int:
         fits, fails = 0, self.max_model_len + 1
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            if sum(spec.max_blocks(middle, middle) for spec in specs) <= self.pool.num_usable:
+            most = sum(group.most_blocks(middle, self.max_in_flight_tokens) for group in self._groups)
+            if most <= self.pool.num_usable:
                 fits = middle
             else:
                 fails = middle
         if fits == 0:
             raise ConfigError(
                 f"{self.pool.num_blocks} KV cache blocks (the null block included) do not hold a single token of "
-                f"{len(specs)} KV groups; raise --num-kv-blocks or --kv-cache-memory"
+                f"{len(self._groups)} KV groups; raise --num-kv-blocks or --kv-cache-memory"
             )
         return fits

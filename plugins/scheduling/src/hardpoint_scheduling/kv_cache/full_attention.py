@@ -12,7 +12,6 @@ from hardpoint.interfaces import (
     FullAttentionSpec,
     KVBlockPool,
     KVCacheManager,
-    KVCacheSpec,
     KVSpecRegistration,
     NoOptions,
     PluginContext,
@@ -27,11 +26,12 @@ class FullAttentionManager(KVCacheManager):
 
     keeps_all: ClassVar[bool] = True
 
-    def __init__(self, pool: KVBlockPool, group_id: int, spec: KVCacheSpec) -> None:
+    def __init__(self, pool: KVBlockPool, group_id: int, spec: FullAttentionSpec) -> None:
         self._pool = pool
         self._group_id = group_id
         self._key_suffix = group_key(BlockHash(b""), group_id)
-        self._block_size = spec.block_size
+        # Dealt out among ranks, a position holds a block's tokens on each of them.
+        self._block_size = spec.block_size * spec.context_shards
         self._tables: dict[str, list[int]] = {}
         # Leading blocks of each table that were offered to the prefix index.
         self._num_entered: dict[str, int] = {}

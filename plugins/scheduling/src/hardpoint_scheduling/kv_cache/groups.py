@@ -1,0 +1,158 @@
+"""One KV group as the coordinator sees it, and the longest prefix that all groups have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hardpoint.interfaces import (
+    NULL_BLOCK_ID,
+    BlockHash,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    Int32Array,
+    KVCacheManager,
+    KVCacheSpec,
+    MixedSizeSpec,
+)
+from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
+
+Blocks = tuple[Sequence[int], ...]
+"""Block ids per group; groups may differ in length and block size (R3.15)."""
+
+UNLIMITED_TOKENS = 2**31 - 1
+"""Room of a request in a model that keeps no KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks, per group, that hold the first ``num_tokens`` tokens. Positions whose content no later token reads
+    hold the null block. ``num_tail_tokens`` of the tokens are in a last block that is used in part.
+    """
+
+    num_tokens: int
+    blocks: Blocks
+    num_tail_tokens: int = 0
+
+    def without_tail(self) -> PrefixHit:
+        """The whole blocks alone."""
+        if not self.num_tail_tokens:
+            return self
+        return PrefixHit(self.num_tokens - self.num_tail_tokens, tuple(blocks[:-1] for blocks in self.blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """``block_size`` is the number of tokens per table position, ``scale`` the number of hashes per position.
+
+    ``counts_encoder``: the table covers tokens of an encoder instead of the decoder's.
+    """
+
+    index: int
+    spec: KVCacheSpec
+    manager: KVCacheManager
+    block_size: int
+    scale: int
+    counts_encoder: bool
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what a step fills can be found only after it."""
+        return not self.manager.shares_within_step
+
+    @property
+    def releases(self) -> bool:
+        return type(self.manager).release_unneeded is not KVCacheManager.release_unneeded
+
+    def hashes(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        return hashes if self.scale == 1 else ScaledHashes(hashes, self.scale)
+
+    def covered(self, num_tokens: int) -> int:
+        """Tokens that fit without a further allocation once ``num_tokens``, at least 1, are covered."""
+        if not self.manager.grows:
+            return UNLIMITED_TOKENS
+        drafts = self.manager.num_draft_tokens
+        return max(-(-(num_tokens - drafts) // self.block_size), 1 if drafts else 0) * self.block_size + drafts
+
+    def cover_all(self, num_tokens: Int32Array, room: Int32Array) -> None:
+        """Lower ``room`` to what :meth:`covered` says, element by element."""
+        if not self.manager.grows:
+            return
+        drafts = self.manager.num_draft_tokens
+        if drafts:
+            covered = np.maximum(-(-(num_tokens - drafts) // self.block_size), 1) * self.block_size + drafts
+        else:
+            covered = -(-num_tokens // self.block_size) * self.block_size
+        np.minimum(room, covered, out=room)
+
+    def most_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """Blocks that a sequence of ``num_tokens`` holds at most at any time (R1.35)."""
+        return self.spec.max_blocks(num_tokens, min(num_tokens, max_in_flight_tokens))
+
+
+def build_groups(specs: Sequence[KVCacheSpec], managers: Sequence[KVCacheManager]) -> tuple[tuple[KVGroup, ...], int]:
+    """The groups and the number of tokens per hash (R11.24): groups without prefixes have no say in it.
+
+    Raises ``ConfigError`` for block sizes that do not go together.
+    """
+    sizes = [tokens_per_block(spec) for spec in specs]
+    hash_size = hash_block_size([size for size, m in zip(sizes, managers, strict=True) if m.caches_prefixes])
+    groups = tuple(
+        KVGroup(
+            index=index,
+            spec=spec,
+            manager=manager,
+            block_size=size,
+            scale=group_scale(size, hash_size) if manager.caches_prefixes else 1,
+            counts_encoder=isinstance(_first_layer(spec), CrossAttentionSpec),
+        )
+        for index, (spec, manager, size) in enumerate(zip(specs, managers, sizes, strict=True))
+    )
+    return groups, hash_size
+
+
+def tokens_per_block(spec: KVCacheSpec) -> int:
+    """Tokens per table position: where they are dealt out among ranks, each rank's block has its share (R1.34)."""
+    layer = _first_layer(spec)
+    return layer.block_size * (layer.context_shards if isinstance(layer, FullAttentionSpec) else 1)
+
+
+def longest_prefix(groups: Sequence[KVGroup], hashes: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
+    """The longest hit of at most ``max_tokens`` that every group has (R3.92).
+
+    Each group shortens the question to those after it until nobody does. Any common hit stays below the question, so
+    the longest one is found. A group that keeps all its blocks is asked once: it has every shorter hit too.
+    """
+    order = sorted(groups, key=lambda group: not group.manager.keeps_all)
+    found: dict[int, Sequence[int]] = {}
+    length, asked = max_tokens, -1
+    while length != asked:
+        asked = length
+        for group in order:
+            if group.index not in found or not group.manager.keeps_all:
+                found[group.index] = group.manager.find_hit(group.hashes(hashes), length)
+            length = min(
+                length, len(found[group.index]) * group.block_size, length // group.block_size * group.block_size
+            )
+        if len(order) == 1:
+            break
+    return PrefixHit(length, tuple(found[g.index][: length // g.block_size] for g in groups))
+
+
+def without_skipped(blocks: Sequence[int], num_skipped: int) -> Sequence[int]:
+    """A hit of at least ``num_skipped`` positions, the first of which hold the null block (R3.12)."""
+    if not num_skipped:
+        return blocks
+    return [*[NULL_BLOCK_ID] * num_skipped, *blocks[num_skipped:]]
+
+
+def num_real(blocks: Iterable[int]) -> int:
+    """Blocks other than the null block."""
+    return sum(1 for block in blocks if block != NULL_BLOCK_ID)
+
+
+def _first_layer(spec: KVCacheSpec) -> KVCacheSpec:
+    """Layers of one group need the same slots, so the first stands for all."""
+    return spec.layers[0] if isinstance(spec, MixedSizeSpec) else spec
