@@ -65,6 +65,10 @@ class EncoderCache:
         """Whether the output is there (or scheduled to be), referenced or idle."""
         return content_hash in self._sizes
 
+    def is_idle(self, content_hash: object) -> bool:
+        """Whether the output is there and nobody refers to it."""
+        return content_hash in self._idle
+
     def holds(self, request_id: str, content_hash: str) -> bool:
         return content_hash in self._held.get(request_id, ())
 

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import ExternalMatch, RequestView, RunnerOutput, SchedulerExtension, SchedulerOutput
+from hardpoint.interfaces import (
+    ENCODER_INPUTS,
+    ExternalMatch,
+    LoadResult,
+    RequestView,
+    RunnerOutput,
+    SchedulerExtension,
+    SchedulerOutput,
+    WaitReason,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,7 @@ class ExtensionHost:
     added: tuple[SchedulerExtension, ...]
     blocking: tuple[SchedulerExtension, ...]
     external: tuple[SchedulerExtension, ...]
+    loading: tuple[SchedulerExtension, ...]
     lookahead: tuple[SchedulerExtension, ...]
     allocation: tuple[SchedulerExtension, ...]
     metadata: tuple[SchedulerExtension, ...]
@@ -31,8 +41,12 @@ class ExtensionHost:
         for extension in self.added:
             extension.on_added(request)
 
-    def is_blocked(self, request: RequestView) -> bool:
-        return any(extension.is_blocked(request) for extension in self.blocking)
+    def blocker(self, request: RequestView) -> WaitReason | None:
+        """Why the request cannot be admitted now, None when nobody holds it back."""
+        for extension in self.blocking:
+            if extension.is_blocked(request):
+                return extension.wait_reason
+        return None
 
     def match_external(self, request: RequestView, num_local_tokens: int) -> ExternalMatch | None:
         """The first match that brings tokens. None as soon as one extension cannot answer yet."""
@@ -40,14 +54,18 @@ class ExtensionHost:
             match = extension.match_external(request, num_local_tokens)
             if match is None:
                 return None
-            if match.asynchronous and match.num_tokens > 0:
+            if match.asynchronous and match.num_tokens > 0 and extension not in self.loading:
                 raise ConfigError(
-                    f"extension {extension.name!r} loads KV asynchronously, which this scheduler does not support; "
-                    "configure it for synchronous loads or choose another --scheduler"
+                    f"extension {extension.name!r} loads KV asynchronously, but never reports the end of a load: it "
+                    "has no 'take_loaded'"
                 )
             if match.num_tokens > 0:
                 return match
         return _NO_MATCH
+
+    def take_loaded(self) -> Iterable[LoadResult]:
+        for extension in self.loading:
+            yield from extension.take_loaded()
 
     def num_lookahead_tokens(self, request: RequestView) -> int:
         return max((extension.num_lookahead_tokens(request) for extension in self.lookahead), default=0)
@@ -81,11 +99,13 @@ _NO_MATCH = ExternalMatch(0)
 
 
 def host_extensions(extensions: Sequence[SchedulerExtension]) -> ExtensionHost:
-    """Raises ``ConfigError`` for a nameless extension or a name used twice: names key the structs in a step."""
+    """Raises ``ConfigError`` for a missing, reserved or repeated name: names key the structs in a step."""
     names = [extension.name for extension in extensions]
     for extension, name in zip(extensions, names, strict=True):
         if not name:
             raise ConfigError(f"scheduler extension {type(extension).__name__} has no name; set its 'name' attribute")
+        if name == ENCODER_INPUTS:
+            raise ConfigError(f"scheduler extension {type(extension).__name__} is named {name!r}, which is reserved")
         if names.count(name) > 1:
             raise ConfigError(f"scheduler extension name {name!r} is used {names.count(name)} times; names are unique")
 
@@ -98,6 +118,7 @@ def host_extensions(extensions: Sequence[SchedulerExtension]) -> ExtensionHost:
         added=who("on_added"),
         blocking=who("is_blocked"),
         external=who("match_external"),
+        loading=who("take_loaded"),
         lookahead=who("num_lookahead_tokens"),
         allocation=who("after_allocation"),
         metadata=who("build_metadata"),

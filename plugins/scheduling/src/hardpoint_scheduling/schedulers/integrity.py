@@ -21,7 +21,8 @@ def check_state(state: SchedulerState) -> None:
 
 def _check_containers(state: SchedulerState) -> None:
     """I3.5: every live request is in exactly one container, and nobody else is."""
-    places = [request.request_id for request in (*state.waiting, *state.skipped, *state.running.requests)]
+    waiting = (*state.waiting, *state.skipped, *state.loads.requests())
+    places = [request.request_id for request in (*waiting, *state.running.requests)]
     if len(places) != len(set(places)) or set(places) != set(state.live):
         raise RuntimeError("live requests and the members of waiting, skipped and running differ")
     for request in state.live.values():
@@ -125,7 +126,7 @@ def _check_fences(state: SchedulerState) -> None:
 def _check_holders(state: SchedulerState) -> None:
     """Blocks are held by running requests and by ended ones whose release is delayed, by nobody else."""
     delayed = {entry.request_id for entry in state.fences.waiting} | state.held_blocks
-    allowed = {request.request_id for request in state.running.requests} | delayed
+    allowed = {request.request_id for request in state.running.requests} | delayed | state.loads.holders()
     if set(state.kv.tables()) != allowed:
         raise RuntimeError(f"blocks are held by {sorted(set(state.kv.tables()) ^ allowed)} unexpectedly or not at all")
     if not state.inflight and state.fences.waiting:

@@ -36,6 +36,7 @@ class Lifecycle:
             if request.slot is None:
                 if not state.waiting.discard(request.request_id):
                     state.skipped.discard(request.request_id)
+                state.loads.drop(request.request_id, state.kv)
                 state.policy.on_finished(request)
                 continue
             state.policy.on_finished(request)
@@ -44,6 +45,8 @@ class Lifecycle:
                 self._enter_known_blocks(request)
             # Asked while the counters still show what was computed: a connector may want to send it.
             may_free = state.extensions.may_free(request)
+            if state.encoder is not None:
+                state.encoder.give_up(request, distrust=reason is FinishReason.ERROR)
             state.finished_slots.append(state.table.release(request))
             if not may_free:
                 state.held_blocks.add(request.request_id)
@@ -65,6 +68,8 @@ class Lifecycle:
         state = self._state
         self._enter_known_blocks(request)
         in_flight = request.num_in_flight_tokens
+        if state.encoder is not None:
+            state.encoder.give_up(request)
         state.running.remove_all([request])
         state.preempted_slots.append(state.table.release(request))
         state.kv.free(request.request_id)

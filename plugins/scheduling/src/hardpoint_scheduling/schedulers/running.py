@@ -75,6 +75,8 @@ class RunningLoop:
             start = short if position > short else short - 1
         draft_slots = sum(self._draft_slots(work)) if plan.appends_drafts else 0
         plan.take_running(work.requests, work.slots, work.computed, work.counts, work.grown, draft_slots)
+        if state.encoder is not None:
+            state.encoder.settle_rows(plan.rows, plan.computed + plan.counts)
         self._enter_full_blocks(plan)
         return preempted
 
@@ -96,6 +98,8 @@ class RunningLoop:
             wanted[computed < known - 1] = 0
         if plan.prefill_cap is not None:
             np.minimum(wanted, plan.prefill_cap, out=wanted)
+        if state.encoder is not None:
+            state.encoder.lower(state.running.requests, slots, computed, wanted, plan.room(0))
         return _Pass(state.running.requests, slots, computed, wanted, np.zeros_like(wanted), GrownRows())
 
     def _held_back(self, plan: StepPlan, slots: Int32Array, known: Int32Array) -> BoolArray:

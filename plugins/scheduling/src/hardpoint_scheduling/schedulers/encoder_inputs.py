@@ -1,0 +1,206 @@
+"""Media items of a step: what encoders run, within a budget per step and the room that workers have for outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hardpoint.interfaces import BoolArray, EncoderInputs, EngineRequest, Int32Array
+from hardpoint_scheduling.kv_cache.encoder_cache import EncoderCache, EncoderItem
+from hardpoint_scheduling.schedulers.request import LiveRequest
+
+
+@dataclass(slots=True)
+class _Held:
+    """Items whose outputs a request refers to, by their place in ``record.features``; ``slot`` once it has one."""
+
+    request: LiveRequest
+    features: set[int] = field(default_factory=set)
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """An item that this step adds to a request's; ``encodes``: its output is not there yet."""
+
+    feature: int
+    encodes: bool
+
+
+class EncoderPlanner:
+    """Lowers the tokens of a row to what its media items allow, and tells the workers what to encode (R3.46).
+
+    An item is encoded as a whole before the first of its positions is computed, and its output kept until the last one
+    is. Only rows that have items ahead are looked at; ``watched``, bool over slots, says which.
+    """
+
+    def __init__(self, budget: int, cache_size: int, num_slots: int) -> None:
+        self.cache = EncoderCache(cache_size)
+        self.watched: BoolArray = np.zeros(num_slots, dtype=np.bool_)
+        self._budget = budget
+        self._left = budget
+        self._held: dict[str, _Held] = {}
+        self._chosen: dict[str, list[_Choice]] = {}
+
+    @property
+    def budget_left(self) -> int:
+        """Embeddings that this step's encoders can still compute."""
+        return self._left
+
+    def refusal(self, record: EngineRequest, *, at_once: bool) -> str | None:
+        """Why a request can never run: more than one step could encode, or the workers keep.
+
+        ``at_once``: its whole prompt is computed in one step, so all its items count together.
+        """
+        sizes = {item.content_hash: item.num_embeddings for item in map(EncoderItem.of, record.features)}
+        largest = sum(sizes.values()) if at_once else max(sizes.values(), default=0)
+        if largest <= min(self._budget, self.cache.capacity):
+            return None
+        return (
+            f"{largest} embeddings of media at once are more than encoder_budget ({self._budget}) or "
+            f"encoder_cache_size ({self.cache.capacity}) allow"
+        )
+
+    def begin_step(self) -> None:
+        """A whole budget again; outputs that no later step reads are given up."""
+        self._left = self._budget
+        self._chosen.clear()
+        for request_id, held in list(self._held.items()):
+            if held.slot is not None:
+                self._release_read(request_id, held)
+
+    def reserve(self, request: LiveRequest, computed: int, wanted: int) -> int:
+        """Take the items among the next ``wanted`` tokens; the number of tokens for which they were to be had.
+
+        An item that does not fit ends the tokens before it. One that a cached prefix ends inside ends them at 0: the
+        rest of it cannot be computed without its output.
+        """
+        features = request.record.features
+        for index, feature in enumerate(features):
+            if feature.offset >= computed + wanted:
+                break
+            if feature.offset + feature.length <= computed or not feature.length:
+                continue
+            if not self._take(request, index):
+                return max(feature.offset - computed, 0)
+        return wanted
+
+    def settle(self, request: LiveRequest, end: int) -> None:
+        """The step computes the request up to ``end`` only: give back the items it does not reach."""
+        chosen = self._chosen.get(request.request_id)
+        if chosen is None:
+            return
+        beyond = [choice for choice in chosen if request.record.features[choice.feature].offset >= end]
+        self._chosen[request.request_id] = [choice for choice in chosen if choice not in beyond]
+        for choice in beyond:
+            self._give_back(request, choice)
+
+    def watch(self, request: LiveRequest, slot: int, computed: int) -> None:
+        """The request runs in ``slot`` from now on."""
+        features = request.record.features
+        if features and features[-1].offset + features[-1].length > computed:
+            self._held.setdefault(request.request_id, _Held(request)).slot = slot
+            self.watched[slot] = True
+
+    def lower(
+        self, requests: Sequence[LiveRequest], slots: Int32Array, computed: Int32Array, wanted: Int32Array, most: int
+    ) -> None:
+        """Reserve for running rows, in their order; ``wanted`` int32 is lowered in place, to ``most`` at first."""
+        for row in np.flatnonzero(self.watched[slots] & (wanted > 0)).tolist():
+            wanted[row] = self.reserve(requests[row], int(computed[row]), min(int(wanted[row]), most))
+
+    def settle_rows(self, rows: Sequence[LiveRequest], ends: Int32Array) -> None:
+        """What running rows get is decided: ``ends`` int32, where each of ``rows`` will be; all others stay."""
+        if not self._chosen:
+            return
+        reached = {request.request_id: row for row, request in enumerate(rows)}
+        for request_id in list(self._chosen):
+            row = reached.get(request_id)
+            self.settle(self._held[request_id].request, 0 if row is None else int(ends[row]))
+
+    def give_up(self, request: LiveRequest, *, distrust: bool = False) -> None:
+        """The request ended, lost its slot or was not admitted: it needs nothing, and this step nothing for it (R3.51).
+
+        ``distrust``: outputs that only it refers to may be wrong.
+        """
+        held = self._held.pop(request.request_id, None)
+        if held is None:
+            return
+        for choice in self._chosen.pop(request.request_id, ()):
+            held.features.discard(choice.feature)
+            self._return_output(request, choice)
+        self.cache.free(request.request_id)
+        if held.slot is not None:
+            self.watched[held.slot] = False
+        if distrust:
+            for index in held.features:
+                self._discard_idle(request.record.features[index].content_hash)
+
+    def build(self, rows: Sequence[LiveRequest]) -> EncoderInputs | None:
+        """The workers' part of the step with these rows, None when there is nothing to do."""
+        where = {request.request_id: row for row, request in enumerate(rows)} if self._chosen else {}
+        pairs = [
+            (where[request_id], choice.feature)
+            for request_id, chosen in self._chosen.items()
+            for choice in chosen
+            if choice.encodes
+        ]
+        freed = tuple(self.cache.take_freed())
+        if not pairs and not freed:
+            return None
+        columns = np.asarray(sorted(pairs), dtype=np.int32).reshape(-1, 2)
+        return EncoderInputs(columns[:, 0].copy(), columns[:, 1].copy(), freed)
+
+    def _take(self, request: LiveRequest, index: int) -> bool:
+        """Whether the request has, or now gets, the output of its item."""
+        held = self._held.setdefault(request.request_id, _Held(request))
+        if index in held.features:
+            return True
+        item = EncoderItem.of(request.record.features[index])
+        encodes = item.content_hash not in self.cache
+        if (encodes and item.num_embeddings > self._left) or not self.cache.can_allocate((item,)):
+            return False
+        self.cache.allocate(request.request_id, item)
+        held.features.add(index)
+        if encodes:
+            self._left -= item.num_embeddings
+        self._chosen.setdefault(request.request_id, []).append(_Choice(index, encodes))
+        return True
+
+    def _give_back(self, request: LiveRequest, choice: _Choice) -> None:
+        self._held[request.request_id].features.discard(choice.feature)
+        self._return_output(request, choice)
+
+    def _return_output(self, request: LiveRequest, choice: _Choice) -> None:
+        """An item chosen in this step is not needed in it; another row that counts on its output encodes it instead."""
+        feature = request.record.features[choice.feature]
+        self.cache.free_item(request.request_id, feature.content_hash)
+        if choice.encodes and not self._pass_on(feature.content_hash):
+            self._left += EncoderItem.of(feature).num_embeddings
+            self._discard_idle(feature.content_hash)
+
+    def _pass_on(self, content_hash: str) -> bool:
+        for request_id, chosen in self._chosen.items():
+            features = self._held[request_id].request.record.features
+            for place, choice in enumerate(chosen):
+                if not choice.encodes and features[choice.feature].content_hash == content_hash:
+                    chosen[place] = _Choice(choice.feature, encodes=True)
+                    return True
+        return False
+
+    def _discard_idle(self, content_hash: str) -> None:
+        if self.cache.is_idle(content_hash):
+            self.cache.discard(content_hash)
+
+    def _release_read(self, request_id: str, held: _Held) -> None:
+        """Positions of steps under way still count as unread: they may come to nothing."""
+        features, processed = held.request.record.features, held.request.num_processed_tokens
+        for index in [i for i in held.features if features[i].offset + features[i].length <= processed]:
+            held.features.remove(index)
+            self.cache.free_item(request_id, features[index].content_hash)
+        last = features[-1]
+        if not held.features and last.offset + last.length <= processed and held.slot is not None:
+            self.watched[held.slot] = False
+            del self._held[request_id]

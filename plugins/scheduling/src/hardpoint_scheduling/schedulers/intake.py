@@ -1,0 +1,70 @@
+"""New requests: refused when they can never run or there is no room to wait, else queued."""
+
+from __future__ import annotations
+
+from hardpoint.errors import OverloadedError
+from hardpoint.interfaces import EngineOutput, EngineRequest, FinishReason
+from hardpoint_scheduling.schedulers.admission import Admission
+from hardpoint_scheduling.schedulers.request import LiveRequest, Milestone
+from hardpoint_scheduling.schedulers.state import SchedulerState
+
+
+class Intake:
+    """Turns records into live requests (R1.1)."""
+
+    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+        self._state = state
+        self._admission = admission
+
+    def add(self, record: EngineRequest) -> EngineOutput | None:
+        """The terminal output of a request that can never run. Raises as ``Scheduler.add`` says."""
+        state = self._state
+        if record.request_id in state.live or state.kv.holds(record.request_id):
+            raise ValueError(f"request {record.request_id} is already live or still holds blocks")
+        refusal = self._refusal(record)
+        if refusal is not None:
+            return refusal
+        if self._queue_is_full():
+            raise OverloadedError(
+                f"{state.num_waiting} requests wait already and --max-waiting allows {state.limits.max_waiting}; "
+                "retry later or raise it"
+            )
+        live = LiveRequest(record, self._length_limit(record))
+        if state.kv.prefix_caching:
+            state.hasher.extend(record, live.tokens, live.block_hashes)
+        live.note(Milestone.QUEUED, state.clock())
+        state.live[record.request_id] = live
+        state.extensions.on_added(live)
+        self._admission.enqueue(live)
+        return None
+
+    def _queue_is_full(self) -> bool:
+        """Requests that the next step can take to a free slot do not count as waiting."""
+        state = self._state
+        limit = state.limits.max_waiting
+        return limit is not None and state.num_waiting >= limit + state.table.num_free
+
+    def _refusal(self, record: EngineRequest) -> EngineOutput | None:
+        """The terminal output of a request that could never produce a token."""
+        length = len(record.prompt_token_ids)
+        if length == 0:
+            return EngineOutput(record.request_id, [], FinishReason.ERROR, error="the prompt has no tokens")
+        wanted = record.sampling.max_tokens
+        too_long = length >= self._state.limits.max_model_len or length > self._state.kv.largest_sequence
+        if too_long or (wanted is not None and wanted <= 0):
+            return EngineOutput(record.request_id, [], FinishReason.LENGTH)
+        fault = None
+        if self._state.encoder is not None:
+            fault = self._state.encoder.refusal(record, at_once=not self._state.limits.chunked_prefill)
+        return None if fault is None else EngineOutput(record.request_id, [], FinishReason.ERROR, error=fault)
+
+    def _length_limit(self, record: EngineRequest) -> int:
+        """Sequence length at which the request ends.
+
+        Bounded by what the pool holds for one sequence, so that a request alone can always go on. The last token
+        needs no KV: nothing follows it.
+        """
+        longest = min(self._state.limits.max_model_len, self._state.kv.largest_sequence + 1)
+        if record.sampling.max_tokens is None:
+            return longest
+        return min(longest, len(record.prompt_token_ids) + record.sampling.max_tokens)
