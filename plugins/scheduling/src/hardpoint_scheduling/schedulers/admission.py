@@ -8,6 +8,7 @@ import numpy as np
 
 from hardpoint.interfaces import NewRow, PauseMode, WaitReason
 from hardpoint_scheduling.kv_cache.coordinator import Blocks, Gates, Segments
+from hardpoint_scheduling.kv_cache.encoder_cache import EncoderItem
 from hardpoint_scheduling.schedulers.external import Start, find_start
 from hardpoint_scheduling.schedulers.plan import StepPlan
 from hardpoint_scheduling.schedulers.queues import LiveQueue
@@ -170,7 +171,7 @@ class Admission:
             end = kv.end_with_lookahead(start.num_computed + num_new, lookahead)
             grown = kv.grow(request.request_id, end)
             return None if grown is None else kv.block_ids(request.request_id)
-        segments = Segments(start.hit.num_tokens, start.num_external, num_new, lookahead, whole=request.num_tokens)
+        segments = _segments(request, start, num_new, lookahead)
         return kv.allocate_slots(request.request_id, segments, start.hit, self._gates(request, plan))
 
     def _load(self, request: LiveRequest, start: Start, plan: StepPlan) -> _Answer:
@@ -181,7 +182,7 @@ class Admission:
         state = self._state
         gates = self._gates(request, plan)
         reserved = gates.reserved_blocks + blocks_for_prefills(state, plan.admitted)
-        segments = Segments(start.hit.num_tokens, start.num_external, 0, 0, whole=request.num_tokens)
+        segments = _segments(request, start, 0, 0)
         blocks = state.kv.allocate_slots(
             request.request_id, segments, start.hit, Gates(gates.full_sequence_must_fit, reserved)
         )
@@ -237,6 +238,17 @@ class Admission:
         state.counters.prefix_queries += request.num_tokens
         state.counters.prefix_hits += num_cached
         state.counters.recent_hits.add(request.num_tokens, num_cached)
+
+
+def _segments(request: LiveRequest, start: Start, num_new: int, lookahead: int) -> Segments:
+    return Segments(
+        start.hit.num_tokens,
+        start.num_external,
+        num_new,
+        lookahead,
+        whole=request.num_tokens,
+        encoder=sum(EncoderItem.of(feature).num_embeddings for feature in request.record.features),
+    )
 
 
 def _row(state: SchedulerState, request: LiveRequest, slot: int, blocks: Blocks) -> NewRow:

@@ -29,10 +29,19 @@ from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.schedulers.state import SchedulerState
 
+_AT_LEAST_ONE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "max_inflight_steps",
+    "num_pipeline_stages",
+    "prefill_interval",
+)
+
 
 def check_limits(limits: SchedulerLimits) -> None:
     """Raises ``ConfigError`` for limits that cannot work, naming the setting to change."""
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_inflight_steps"):
+    for name in _AT_LEAST_ONE:
         if getattr(limits, name) < 1:
             raise ConfigError(f"{name} is {getattr(limits, name)}; it must be at least 1")
     active = limits.max_num_active_seqs
@@ -40,12 +49,27 @@ def check_limits(limits: SchedulerLimits) -> None:
         raise ConfigError(f"max_num_active_seqs is {active}; allowed: 1 to max_num_seqs ({limits.max_num_seqs})")
     if not 0.0 <= limits.watermark < 1.0:
         raise ConfigError(f"watermark is {limits.watermark}; allowed: 0 up to, but not including, 1")
+    scheduled = limits.max_scheduled_tokens
+    if scheduled is not None and not 1 <= scheduled <= limits.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_scheduled_tokens is {scheduled}; allowed: 1 to max_num_batched_tokens "
+            f"({limits.max_num_batched_tokens})"
+        )
+    if min(limits.encoder_budget, limits.encoder_cache_size) < 0 or (
+        (limits.encoder_budget > 0) != (limits.encoder_cache_size > 0)
+    ):
+        raise ConfigError(
+            f"encoder_budget is {limits.encoder_budget} and encoder_cache_size {limits.encoder_cache_size}; set both "
+            "above 0, or both to 0 where no media are encoded"
+        )
     if limits.long_prefill_threshold < 0:
         raise ConfigError(f"long_prefill_threshold is {limits.long_prefill_threshold}; allowed: 0 (off) or more")
-    if not limits.chunked_prefill and limits.max_num_batched_tokens < limits.max_model_len:
+    name = "max_num_batched_tokens" if scheduled is None else "max_scheduled_tokens"
+    most = limits.max_num_batched_tokens if scheduled is None else scheduled
+    if not limits.chunked_prefill and most < limits.max_model_len:
         raise ConfigError(
-            f"without chunked prefill a whole sequence is computed in one step: max_num_batched_tokens "
-            f"({limits.max_num_batched_tokens}) must be at least max_model_len ({limits.max_model_len})"
+            f"without chunked prefill a whole sequence is computed in one step: {name} ({most}) must be at least "
+            f"max_model_len ({limits.max_model_len})"
         )
 
 
@@ -113,20 +137,27 @@ def build_scheduler(ctx: SchedulerContext, policy: SchedulingPolicy, clock: Cloc
     """Raises ``ConfigError`` for impossible limits or a KV plan without managers, and the plugin errors of the hash and
     spec plugins it needs.
     """
-    check_limits(ctx.limits)
+    limits, extensions = ctx.limits, host_extensions(ctx.extensions)
+    check_limits(limits)
+    # Of one request: a whole batch in each step under way, and lookahead, which never exceeds one.
+    num_batches = limits.max_inflight_steps + bool(extensions.lookahead)
     registry = load_registry(ctx.plugins, [kind for group in ctx.kv_cache.groups for kind in group.spec.kinds])
     kv = KVCoordinator(
-        ctx.kv_cache, registry, max_model_len=ctx.limits.max_model_len, prefix_caching=ctx.limits.prefix_caching
+        ctx.kv_cache,
+        registry,
+        max_model_len=limits.max_model_len,
+        prefix_caching=limits.prefix_caching,
+        max_in_flight_tokens=num_batches * limits.max_num_batched_tokens,
     )
     state = SchedulerState(
-        limits=ctx.limits,
+        limits=limits,
         kv=kv,
         hasher=resolve_hash(ctx.plugins, ctx.hash_algorithm, ctx.logger).hasher(kv.hash_block_size),
-        extensions=host_extensions(ctx.extensions),
-        table=SlotTable(ctx.limits.max_num_seqs),
+        extensions=extensions,
+        table=SlotTable(limits.max_num_seqs),
         policy=policy,
         clock=clock,
     )
-    if ctx.limits.kv_events:
+    if limits.kv_events:
         kv.pool.log = KVEventLog(state.live.get, kv.hash_block_size, kv.group_block_sizes())
     return BatchScheduler(state)

@@ -159,6 +159,7 @@ class BatchScheduler(Scheduler):
     def _start_plan(self) -> StepPlan:
         """A step with whole budgets; whether prefills take part in it is up to the cadence of all engines (R3.43)."""
         state, plan = self._state, self._state.start_plan()
+        state.kv.begin_step()
         if state.encoder is not None:
             state.encoder.begin_step()
         if self._balance.enabled:
