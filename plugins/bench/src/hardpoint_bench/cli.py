@@ -13,8 +13,9 @@ from hardpoint import LLM
 from hardpoint.config import add_arguments, load_config
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
+from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
-from hardpoint_bench.scheduler_command import SCHEDULER, add_scheduler_arguments, given_flags, run_scheduler
+from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
 from hardpoint_bench.workloads import WORKLOADS, Workload
 
 __all__ = ["BenchCommand", "create"]
@@ -36,7 +37,7 @@ class BenchCommand(CliCommand):
         text = f"measured runs (default: {_REPEATS}; of a scheduler: 1)"
         group.add_argument("--repeats", type=int, metavar="N", help=text)
         group.add_argument("--json", action="store_true", help="print one JSON object")
-        add_scheduler_arguments(parser)
+        add_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.repeats is not None and arguments.repeats < 1:
@@ -45,7 +46,7 @@ class BenchCommand(CliCommand):
             if arguments.workload:
                 raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")
             return run_scheduler(arguments)
-        if alien := given_flags(arguments):
+        if alien := flags_given(arguments):
             raise ConfigError(f"{', '.join(alien)} only apply to `hardpoint bench scheduler`")
         return self._run_workloads(arguments)
 

@@ -21,9 +21,9 @@ from hardpoint.interfaces import (
 from hardpoint.testing.installed_scheduler import InstalledScheduler
 from hardpoint_bench.scripted_worker import ScriptedWorker
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "Rig", "Sizes", "with_scheduler"]
+__all__ = ["Rig", "Sizes", "block_size_of", "with_blocks", "with_scheduler"]
 
-DEFAULT_BLOCK_SIZE = 16
+_BLOCK_SIZE = 16
 _ASYNC_STEPS = 2
 
 
@@ -52,7 +52,7 @@ class Rig:
         (engine,) = config.engines.values()
         block_size = block_size_of(engine)
         limits = _limits(engine, sizes)
-        if pipelined:
+        if pipelined or engine.scheduler.async_scheduling:
             steps = max(_ASYNC_STEPS, limits.max_inflight_steps)
             limits = msgspec.structs.replace(limits, max_inflight_steps=steps)
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="int8")
@@ -77,7 +77,7 @@ class Rig:
 
 def block_size_of(engine: EngineConfig) -> int:
     """Tokens per block; without a platform the setting or a common size decides."""
-    return engine.cache.block_size or DEFAULT_BLOCK_SIZE
+    return engine.cache.block_size or _BLOCK_SIZE
 
 
 def _limits(engine: EngineConfig, sizes: Sizes) -> SchedulerLimits:
@@ -89,6 +89,20 @@ def _limits(engine: EngineConfig, sizes: Sizes) -> SchedulerLimits:
         "prefix_caching": engine.cache.prefix_caching,
     }
     return msgspec.convert({**settled, **given}, SchedulerLimits)
+
+
+def with_blocks(config: AppConfig, blocks: int | None) -> AppConfig:
+    """``config`` with ``--blocks``, which is another spelling of a setting. Raises ``ConfigError`` if both differ."""
+    ((name, engine),) = config.engines.items()
+    setting = engine.cache.num_kv_blocks
+    if blocks is None:
+        return config
+    if setting is not None and setting != blocks:
+        raise ConfigError(f"--blocks {blocks} and --num-kv-blocks {setting} say different things; give one of them")
+    if blocks < 2:
+        raise ConfigError(f"--blocks {blocks} must be at least 2: one of them is the null block")
+    cache = engine.cache.model_copy(update={"num_kv_blocks": blocks})
+    return config.model_copy(update={"engines": {name: engine.model_copy(update={"cache": cache})}})
 
 
 def with_scheduler(config: AppConfig, choice: str) -> AppConfig:

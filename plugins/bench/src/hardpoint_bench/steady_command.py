@@ -1,0 +1,134 @@
+"""``hardpoint bench scheduler`` without a trace: what a step costs while everybody decodes."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from typing import Any
+
+import numpy as np
+
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.errors import ConfigError
+from hardpoint_bench.flags import Values
+from hardpoint_bench.hops import Hops
+from hardpoint_bench.lookup import Lookup, lookup_sizes, measure_lookup
+from hardpoint_bench.rig import Rig, block_size_of
+from hardpoint_bench.steady import Load, SteadyRun, StepFigures
+
+__all__ = ["measure"]
+
+_UNTIMED_CHUNK = 2**30
+
+
+def measure(config: AppConfig, values: Values, repeats: int) -> dict[str, Any]:
+    """The report of the steady form; the least disturbed of ``repeats`` runs counts."""
+    rig, load = _steady_rig(config, values)
+    collections = _num_collections()
+    runs = [_steady(rig, load, None, repeat, repeats) for repeat in range(repeats)]
+    collections = _num_collections() - collections
+    figures, is_roomy = min(runs, key=lambda run: float(np.median(run[0].step_ns)))
+    report = _report(rig, load, figures, is_roomy)
+    if repeats > 1:
+        report["step_us_median_of_runs"] = [_us(np.median(run[0].step_ns)) for run in runs]
+    if values["ipc"]:
+        with Hops(rig.limits, num_blocks=rig.num_blocks, block_size=rig.block_size) as hops:
+            travelled, _ = _steady(rig, load, hops, 0, 1)
+        report["step_with_ipc_us_median"] = _us(np.median(travelled.step_ns))
+        report["step_with_ipc_us_p99"] = _us(np.percentile(travelled.step_ns, 99))
+    if values["lookup"] is not None:
+        report |= _lookup_keys(_lookup(config, values))
+    report["gc_enabled"] = gc.isenabled()
+    report["gc_collections"] = collections
+    report["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+    return report
+
+
+def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
+    load = Load(
+        running=values["running"],
+        waiting=values["waiting"],
+        steps=values["steps"],
+        prompt_len=values["prompt-len"],
+        shared_prefix=values["shared-prefix"],
+        spread=values["spread-boundaries"],
+    )
+    load.check()
+    (engine,) = config.engines.values()
+    _check_settings(engine, load)
+    budget = engine.scheduler.max_num_batched_tokens
+    chunk = engine.scheduler.long_prefill_threshold or budget or _UNTIMED_CHUNK
+    sizes = load.sizes(block_size_of(engine), budget=budget, chunk=chunk)
+    return Rig.of(config, sizes, pipelined=values["async"]), load
+
+
+def _check_settings(engine: EngineConfig, load: Load) -> None:
+    seqs, batched = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
+    if seqs is not None and seqs != load.running:
+        raise ConfigError(f"--max-num-seqs {seqs} is not --running {load.running}; leave it out: the latter sets both")
+    if batched is not None and batched < load.running:
+        raise ConfigError(
+            f"--max-num-batched-tokens {batched} has no room for a token of each of --running {load.running} requests; "
+            f"set it to {load.running} or more, or leave it out"
+        )
+
+
+def _steady(rig: Rig, load: Load, hops: Hops | None, repeat: int, repeats: int) -> tuple[StepFigures, bool]:
+    what = "with ipc" if hops is not None else f"run {repeat + 1} of {repeats}"
+    print(f"{rig.plugin.label}: {load.running} running, {load.steps} steps, {what}", file=sys.stderr)
+    run = SteadyRun(rig, load, hops=hops)
+    return run.run(), run.is_roomy
+
+
+def _report(rig: Rig, load: Load, figures: StepFigures, is_roomy: bool) -> dict[str, Any]:
+    median = float(np.median(figures.step_ns))
+    return {
+        "step_us_median": _us(median),
+        "step_us_p99": _us(np.percentile(figures.step_ns, 99)),
+        "us_per_running_request": round(median / 1e3 / (figures.rows / len(figures.step_ns)), 3),
+        "prefix_hit_rate": round(figures.prefix_hit_rate, 4),
+        "preemptions": figures.preemptions,
+        "blocks_leaked": figures.blocks_leaked,
+        "step_cpu_us_median": _us(np.median(figures.cpu_ns)),
+        "step_cpu_us_p99": _us(np.percentile(figures.cpu_ns, 99)),
+        "scheduler": rig.plugin.label,
+        "running": load.running,
+        "waiting": load.waiting,
+        "steps": len(figures.step_ns),
+        "rows": figures.rows,
+        "tokens": figures.tokens,
+        "blocks": rig.num_blocks,
+        "block_size": rig.block_size,
+        "max_inflight_steps": rig.limits.max_inflight_steps,
+        "every_request_every_step": is_roomy,
+        "aligned_boundaries": figures.aligned_boundaries,
+        "boundary_rows_max": max(figures.boundary_rows, default=0),
+        "hashes_checked": figures.hashes_checked,
+        "add_us_per_request": _us(figures.add_ns),
+        "fill_us_per_request": _us(figures.fill_ns),
+        "finish_us_per_request": _us(figures.finish_ns),
+    }
+
+
+def _lookup(config: AppConfig, values: Values) -> Lookup:
+    (engine,) = config.engines.values()
+    sizes = lookup_sizes(values["lookup"], block_size_of(engine))
+    return measure_lookup(Rig.of(config, sizes, pipelined=False), values["lookup"])
+
+
+def _lookup_keys(lookup: Lookup) -> dict[str, Any]:
+    return {
+        "lookup_tokens": lookup.tokens,
+        "lookup_cached_tokens": lookup.cached_tokens,
+        "lookup_ms": round(lookup.lookup_ms, 3),
+        "lookup_hash_ms": round(lookup.hash_ms, 3),
+    }
+
+
+def _us(nanoseconds: float | np.floating[Any]) -> float:
+    return round(float(nanoseconds) / 1e3, 2)
+
+
+def _num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
