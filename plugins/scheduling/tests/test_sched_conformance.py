@@ -1,9 +1,11 @@
-"""Our scheduler, KV cache spec, layout and hash keep the contracts of their kinds, and the rules for all plugins."""
+"""What is shipped here keeps the contracts of its kinds, and the rules for all plugins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+import pytest
 
 from hardpoint.testing.hash_suite import HashSuite
 from hardpoint.testing.kv_cache_spec_suite import KVCacheSpecSuite
@@ -12,19 +14,27 @@ from hardpoint.testing.scheduler_suite import SchedulerSuite
 from hardpoint.testing.scheduling_policy_suite import SchedulingPolicySuite
 
 
-class TestFcfs(SchedulerSuite):
-    plugin: ClassVar[str | None] = "fcfs"
+class _Complete:
+    """What our schedulers declare, whatever the policy."""
+
     preempts: ClassVar[bool] = True
     caches_prefixes: ClassVar[bool] = True
     deadlines: ClassVar[bool] = True
     unchunked: ClassVar[bool] = True
+    max_inflight_steps: ClassVar[int] = 4
 
 
-class TestPriority(TestFcfs):
+class TestFcfs(_Complete, SchedulerSuite):
+    plugin: ClassVar[str | None] = "fcfs"
+
+
+@pytest.mark.slow
+class TestPriority(_Complete, SchedulerSuite):
     plugin: ClassVar[str | None] = "priority"
 
 
-class TestFairShareScheduler(TestFcfs):
+@pytest.mark.slow
+class TestFairShareScheduler(_Complete, SchedulerSuite):
     plugin: ClassVar[str | None] = "policy"
     options: ClassVar[Mapping[str, Any]] = {"policy": "fair_share"}
 
@@ -51,10 +61,12 @@ class TestFullAttention(KVCacheSpecSuite):
     plugin: ClassVar[str | None] = "full_attention"
 
 
+@pytest.mark.slow
 class TestFcfsPolicy(SchedulingPolicySuite):
     plugin: ClassVar[str | None] = "fcfs"
 
 
+@pytest.mark.slow
 class TestPriorityPolicy(SchedulingPolicySuite):
     plugin: ClassVar[str | None] = "priority"
 

@@ -79,6 +79,7 @@ CAPABILITIES: Mapping[str, Any] = {
     "deadlines": True,
     "unchunked": True,
     "row_failures": True,
+    "max_inflight_steps": 4,
 }
 
 Clock = Callable[[], float]
