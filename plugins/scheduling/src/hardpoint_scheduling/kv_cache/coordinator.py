@@ -297,8 +297,8 @@ class KVCoordinator:
     def _needed_to_admit(
         self, request_id: str, admission: Admission, segments: Segments, end: int, gates: Gates
     ) -> int:
-        """Blocks that leave the free ones besides the hit. Where the whole sequence has to fit (R3.73), the bound is that
-        of start-up (R1.35)."""
+        """Blocks that leave the free ones besides the hit. Where the whole sequence has to fit (R3.73), the bound is
+        that of start-up (R1.35)."""
         whole = min(max(segments.whole, end), self.max_model_len)
         needed = 0
         for group, blocks in admission:

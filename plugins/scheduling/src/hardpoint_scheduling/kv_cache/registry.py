@@ -13,14 +13,23 @@ from hardpoint.interfaces import (
     MixedSizeSpec,
     PluginAccess,
 )
-from hardpoint_scheduling.kv_cache import full_attention
+from hardpoint_scheduling.kv_cache import (
+    chunked_local,
+    cross_attention,
+    encoder_only,
+    full_attention,
+    mamba,
+    mla,
+    sliding_window,
+)
 
 ManagerFactory = Callable[..., KVCacheManager]
 
 
 def builtin_registrations() -> tuple[KVSpecRegistration, ...]:
     """What this distribution itself registers."""
-    return (full_attention.REGISTRATION,)
+    kinds = (full_attention, mla, sliding_window, chunked_local, cross_attention, encoder_only, mamba)
+    return tuple(kind.REGISTRATION for kind in kinds)
 
 
 class SpecRegistry:
