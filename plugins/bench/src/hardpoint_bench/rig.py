@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from hardpoint.interfaces import (
 from hardpoint.testing.installed_scheduler import InstalledScheduler
 from hardpoint_bench.scripted_worker import ScriptedWorker
 
-__all__ = ["Rig", "Sizes", "block_size_of", "with_blocks", "with_scheduler"]
+__all__ = ["Rig", "SchedulerSource", "Sizes", "block_size_of", "with_blocks", "with_scheduler"]
 
 _BLOCK_SIZE = 16
 _ASYNC_STEPS = 2
@@ -37,11 +37,24 @@ class Sizes:
     num_blocks: int
 
 
+class SchedulerSource(Protocol):
+    """Where schedulers come from; see ``InstalledScheduler``, which is the usual one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def capabilities(self) -> Mapping[str, Any]: ...
+
+    def create(self, limits: SchedulerLimits, kv_cache: KVCacheConfig) -> Scheduler: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rig:
     """Makes schedulers of one kind, and workers that fit them."""
 
-    plugin: InstalledScheduler
+    plugin: SchedulerSource
     limits: SchedulerLimits
     kv_cache: KVCacheConfig
     block_size: int
@@ -50,15 +63,19 @@ class Rig:
     def of(cls, config: AppConfig, sizes: Sizes, *, pipelined: bool) -> Rig:
         """``sizes`` stand in for settings that are not given; ``pipelined`` keeps two steps under way."""
         (engine,) = config.engines.values()
-        block_size = block_size_of(engine)
         limits = _limits(engine, sizes)
         if pipelined or engine.scheduler.async_scheduling:
             steps = max(_ASYNC_STEPS, limits.max_inflight_steps)
             limits = msgspec.structs.replace(limits, max_inflight_steps=steps)
+        num_blocks = engine.cache.num_kv_blocks or sizes.num_blocks
+        return cls.around(InstalledScheduler.of(config), limits, num_blocks, block_size_of(engine))
+
+    @classmethod
+    def around(cls, plugin: SchedulerSource, limits: SchedulerLimits, num_blocks: int, block_size: int) -> Rig:
+        """One KV group of ``num_blocks`` blocks, the null block included."""
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="int8")
         group = KVCacheGroup(("layers.0",), spec_to_wire(spec))
-        kv_cache = KVCacheConfig(num_blocks=engine.cache.num_kv_blocks or sizes.num_blocks, groups=(group,), tensors=())
-        return cls(InstalledScheduler.of(config), limits, kv_cache, block_size)
+        return cls(plugin, limits, KVCacheConfig(num_blocks=num_blocks, groups=(group,), tensors=()), block_size)
 
     @property
     def num_blocks(self) -> int:

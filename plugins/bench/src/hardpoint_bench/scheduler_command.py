@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hardpoint.config import load_config
@@ -46,17 +46,19 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    """A column per scheduler; nested figures on one line."""
-    columns = report.get("schedulers") or {"": report}
+    """A line per figure, a column per scheduler."""
+    columns = {name: dict(_leaves(column)) for name, column in report.get("schedulers", {"": report}).items()}
     keys = list(dict.fromkeys(key for column in columns.values() for key in column))
     rows = [["", *columns]] if len(columns) > 1 else []
-    rows += [[key, *(_cell(column.get(key, "-")) for column in columns.values())] for key in keys]
+    rows += [[key, *(column.get(key, "-") for column in columns.values())] for key in keys]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_cell(inner)}" for key, inner in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _leaves(report: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in report.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", f"{value:g}" if isinstance(value, float) else str(value)
