@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockHash, Int32Array, KVCacheConfig, group_key, spec_from_wire
+from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, Int32Array, KVCacheConfig, group_key, spec_from_wire
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.groups import UNLIMITED_TOKENS as UNLIMITED_TOKENS
 from hardpoint_scheduling.kv_cache.groups import Blocks as Blocks
@@ -94,6 +94,11 @@ class KVCoordinator:
         self._late_groups = tuple(group for group in self._groups if group.is_late)
         # Blocks that the current step fills and that others find after it: request, its hashes, its length.
         self._late: dict[str, list[tuple[Sequence[BlockHash], int]]] = {}
+        # Groups share memory: what a recurrent state leaves in a page may be no number at all to those who read it as
+        # keys and values.
+        states = {group.index for group in self._groups if group.is_state}
+        self._zeroed = {group.index for group in self._groups} - states if states else set[int]()
+        self._to_zero: list[int] = []
         self._holders: dict[str, None] = {}
         self._largest_fit = self._find_largest_fit()
 
@@ -154,8 +159,9 @@ class KVCoordinator:
         for group in self._groups:
             if segments.external and group.manager.grows:
                 # What is loaded needs its own positions, also where a step that computed it would leave them out.
-                group.manager.allocate(request_id, computed)
-            group.manager.allocate(request_id, segments.encoder if group.counts_encoder else end)
+                self._note_new(group, group.manager.allocate(request_id, computed))
+            num_tokens = segments.encoder if group.counts_encoder else end
+            self._note_new(group, group.manager.allocate(request_id, num_tokens))
         self._holders[request_id] = None
         return self.block_ids(request_id)
 
@@ -170,16 +176,22 @@ class KVCoordinator:
             needed += more
         return needed
 
-    def fits(self, request_id: str, num_tokens: int) -> bool:
-        """Whether the blocks of a request cover ``num_tokens``."""
-        return not any(g.manager.blocks_needed(request_id, num_tokens, 0) for g in self._groups if g.manager.grows)
+    def covers_exactly(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the blocks of a request cover ``num_tokens`` and not one more."""
+        growing = [group.manager for group in self._groups if group.manager.grows]
+        if any(manager.blocks_needed(request_id, num_tokens, 0) for manager in growing):
+            return False
+        return not growing or any(manager.blocks_needed(request_id, num_tokens + 1, 0) for manager in growing)
 
     def grow(self, request_id: str, num_tokens: int) -> Blocks | None:
         """Cover ``num_tokens`` of a request that holds blocks. Returns the new ids, None when they are not there."""
         growing = [group.manager for group in self._groups if group.manager.grows]
         if sum(manager.blocks_needed(request_id, num_tokens, 0) for manager in growing) > self.pool.num_free:
             return None
-        return tuple(g.manager.allocate(request_id, num_tokens) if g.manager.grows else () for g in self._groups)
+        new = tuple(g.manager.allocate(request_id, num_tokens) if g.manager.grows else () for g in self._groups)
+        for group, blocks in zip(self._groups, new, strict=True) if self._zeroed else ():
+            self._note_new(group, blocks)
+        return new
 
     def grow_many(
         self, request_ids: Sequence[str], ends: Sequence[int], processed: Sequence[int] | None = None
@@ -213,6 +225,11 @@ class KVCoordinator:
         taken back, so they do not count (R3.77)."""
         for manager in self._releasing:
             manager.release_unneeded(request_id, num_processed_tokens)
+
+    def take_blocks_to_zero(self) -> list[int]:
+        """Blocks handed out since the last call that workers have to clear first."""
+        taken, self._to_zero = self._to_zero, []
+        return taken
 
     def begin_step(self) -> None:
         """To be called before a step is planned: what the one before fills can be found from now on."""
@@ -322,6 +339,10 @@ class KVCoordinator:
                     more = max(more, group.most_blocks(whole, self.max_in_flight_tokens) - num_real(blocks))
             needed += more
         return needed
+
+    def _note_new(self, group: KVGroup, blocks: Sequence[int]) -> None:
+        if group.index in self._zeroed:
+            self._to_zero.extend(block for block in blocks if block != NULL_BLOCK_ID)
 
     def _enter_late(self, request_id: str) -> None:
         for hashes, num_tokens in self._late.pop(request_id, ()):

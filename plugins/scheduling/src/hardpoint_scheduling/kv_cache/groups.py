@@ -63,6 +63,11 @@ class KVGroup:
         return not self.manager.shares_within_step
 
     @property
+    def is_state(self) -> bool:
+        """Whether a block holds one state, whatever its size."""
+        return _first_layer(self.spec).tokens_per_state <= 0
+
+    @property
     def releases(self) -> bool:
         return type(self.manager).release_unneeded is not KVCacheManager.release_unneeded
 

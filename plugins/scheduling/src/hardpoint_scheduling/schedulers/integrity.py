@@ -58,9 +58,7 @@ def _check_counters(state: SchedulerState, request: LiveRequest) -> None:
         )
     if not request.num_computed_tokens >= int(table.in_flight[slot]) >= int(table.owed[slot]) >= 0:
         raise RuntimeError(f"request {request.request_id}: more in flight than computed, or less than owed")
-    sizes = state.kv.group_block_sizes()
-    blocks = state.kv.block_ids(request.request_id)
-    if blocks and capacity != min(len(ids) * size for ids, size in zip(blocks, sizes, strict=True)):
+    if not state.kv.covers_exactly(request.request_id, capacity):
         raise RuntimeError(f"request {request.request_id}: capacity {capacity} does not match its blocks")
     if int(table.entered[slot]) > known:
         raise RuntimeError(f"request {request.request_id}: blocks beyond its {known} tokens can be found")

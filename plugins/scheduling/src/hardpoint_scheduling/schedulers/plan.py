@@ -115,7 +115,12 @@ class StepPlan:
         self.charge(num_new, draft_slots)
 
     def build(
-        self, table: SlotTable, finished_slots: list[int], preempted_slots: list[int], common_blocks: tuple[int, ...]
+        self,
+        table: SlotTable,
+        finished_slots: list[int],
+        preempted_slots: list[int],
+        common_blocks: tuple[int, ...],
+        blocks_to_zero: list[int],
     ) -> SchedulerOutput:
         """The finished record. Leaves all state as it is."""
         slots, computed, counts, updates = self.slots, self.computed, self.counts, self.updates
@@ -140,7 +145,7 @@ class StepPlan:
             new_blocks=updates,
             finished_slots=_int32(finished_slots) if finished_slots else EMPTY,
             preempted_slots=_int32(preempted_slots) if preempted_slots else EMPTY,
-            blocks_to_zero=EMPTY,
+            blocks_to_zero=_int32(blocks_to_zero) if blocks_to_zero else EMPTY,
             num_common_prefix_blocks=common_blocks,
             num_tokens=int(counts.sum()),
             drafts=_drafts(table, slots, beyond) if table.uses_drafts else None,

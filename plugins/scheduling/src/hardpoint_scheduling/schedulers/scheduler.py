@@ -67,6 +67,7 @@ class BatchScheduler(Scheduler):
         self._end_overdue()
         self._lifecycle.release_held()
         self._remote.take_arrivals()
+        state.kv.begin_step()
         plan = self._start_plan()
         preempted = self._running.run(plan)
         if state.charges:
@@ -75,7 +76,11 @@ class BatchScheduler(Scheduler):
         if not preempted:
             self._admission.run(plan)
         step = plan.build(
-            state.table, _drained(state.finished_slots), _drained(state.preempted_slots), self._num_common_blocks(plan)
+            state.table,
+            _drained(state.finished_slots),
+            _drained(state.preempted_slots),
+            self._num_common_blocks(plan),
+            state.kv.take_blocks_to_zero(),
         )
         if self._balance.enabled:
             self._balance.note(plan.step_id, was_full=plan.room(0) == 0)
