@@ -147,7 +147,7 @@ class Hops:
             address = private_ipc_address(create_runtime_dir(), "bench-client")
             self._client = self._start("client", lambda descriptor: ClientStart(descriptor, address))
             self._outbox.setsockopt(zmq.SNDHWM, 0)
-            self._read(self._client, "client")
+            self._ask(self._client, "client")
             self._outbox.connect(address)
         except BaseException:
             self.close()
@@ -162,17 +162,22 @@ class Hops:
             self._children.append(spawn(entry, payload, name=f"bench-{role}", pass_fds=(far.fileno(),)))
         return near
 
-    def _read(self, link: socket.socket, role: str) -> bytes:
-        frame = _receive(link)
-        if not frame:
+    def _ask(self, link: socket.socket, role: str, frame: bytes = b"") -> bytes:
+        """Send ``frame`` unless it is empty, and wait for one. Raises ``EngineDeadError`` when the process is gone."""
+        try:
+            if frame:
+                _send(link, frame)
+            answer = _receive(link)
+        except OSError:
+            answer = b""
+        if not answer:
             raise EngineDeadError(f"the benchmark's {role} process has ended; its log says why")
-        return frame
+        return answer
 
     def execute(self, step: SchedulerOutput, expected: RunnerOutput, *, ending: bool) -> RunnerOutput:
         """The answer of the worker process. Raises ``SchedulerFault`` when it differs from ``expected``."""
         started = perf_counter_ns()
-        _send(self._worker, encode(Call(step, ending)))
-        answer = self._answers.decode(self._read(self._worker, "worker"))
+        answer = self._answers.decode(self._ask(self._worker, "worker", encode(Call(step, ending))))
         self.nanoseconds += perf_counter_ns() - started - answer.busy_ns
         same = np.array_equal(answer.output.token_ids, expected.token_ids)
         require(same, "a step means the same in every process", f"step {step.step_id} was answered otherwise")
@@ -189,8 +194,7 @@ class Hops:
 
     def settle(self) -> None:
         """Wait until the client has everything. Raises ``SchedulerFault`` when it got other than was sent."""
-        _send(self._client, str(self._num_frames).encode())
-        tally = Decoder[Tally](Tally).decode(self._read(self._client, "client"))
+        tally = Decoder[Tally](Tally).decode(self._ask(self._client, "client", str(self._num_frames).encode()))
         sent = Tally(self._num_frames, self._num_tokens)
         require(tally == sent, f"the client gets what was sent ({sent})", f"it got {tally}")
 

@@ -67,7 +67,7 @@ class Outcome:
     _started: float = field(default_factory=perf_counter)
 
     def observe(self, now: float, stats: SchedulerStats, num_blocks: int) -> None:
-        """After each step. ``num_blocks``: those that were free at the start."""
+        """Before and after each step. ``num_blocks``: those that were free at the start."""
         self.timeline.add(now, (stats.num_waiting, stats.num_running, num_blocks - stats.num_free_blocks))
 
     def record(self, arrival: float, first: float, end: float, tokens: int, tenant: str, priority: int) -> None:

@@ -25,6 +25,8 @@ def check_plot(path: str) -> None:
         raise ConfigError(f"--plot {path!r} must end with {' or '.join(_FORMATS)}")
     if not target.parent.is_dir():
         raise ConfigError(f"--plot {path!r}: the folder {str(target.parent)!r} does not exist")
+    if target.is_dir():
+        raise ConfigError(f"--plot {path!r} is a folder; name a file")
     try:
         import matplotlib as matplotlib
     except ImportError as error:

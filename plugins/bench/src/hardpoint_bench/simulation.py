@@ -111,6 +111,7 @@ class Simulation:
             self._add_arrived()
             self._submit()
             if self._inflight:
+                self._observe()
                 self._finish_oldest()
                 fruitless = 0
             elif self._next is not None:
@@ -180,14 +181,16 @@ class Simulation:
         outputs = self._scheduler.update(entry.step, entry.output)
         self._update_s = (perf_counter_ns() - started) / 1e9
         self._collect(outputs)
-        # Who came meanwhile has waited since then, also in the picture.
-        self._add_arrived()
-        outcome, stats = self.outcome, self._scheduler.stats()
         if entry.step.num_tokens:
-            outcome.steps += 1
-            outcome.step.add(entry.schedule_s + self._update_s)
-            outcome.rows += entry.step.num_rows
-        outcome.observe(self._now, stats, self._free_at_start)
+            self.outcome.steps += 1
+            self.outcome.rows += entry.step.num_rows
+            self.outcome.step.add(entry.schedule_s + self._update_s)
+        # Who came during the step has waited since then, also in the picture.
+        self._add_arrived()
+        self._observe()
+
+    def _observe(self) -> None:
+        self.outcome.observe(self._now, self._scheduler.stats(), self._free_at_start)
 
     def _collect(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:

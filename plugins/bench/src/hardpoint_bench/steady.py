@@ -120,6 +120,7 @@ class SteadyRun:
         needed = load.sizes(rig.block_size, budget=limits.max_num_batched_tokens, chunk=chunk).num_blocks
         self.is_roomy = rig.num_blocks >= needed and not limits.watermark
         self._names = [f"r{number}" for number in range(load.running)]
+        self._own = frozenset(self._names)
         self._queued = [f"w{number}" for number in range(load.waiting)]
         probes = np.linspace(0, load.running - 1, min(_PROBES, load.running)).astype(int).tolist()
         self._told: dict[str, list[int]] = {self._names[number]: [] for number in probes}
@@ -208,9 +209,13 @@ class SteadyRun:
         clocks: list[tuple[int, int, int]] = []
         boundary_rows: list[int] = []
         tokens = 0
-        everybody = set(self._names)
         for _ in range(self._load.steps):
             outputs, spent = self._turn()
+            if self._loop.step is None and self._loop.updated is None:
+                raise ConfigError(
+                    f"nobody runs any more after {len(clocks)} of {self._load.steps} steps: sequences are cut off "
+                    f"where the {self._rig.num_blocks} blocks end; raise --blocks or lower --steps"
+                )
             rows = 0 if self._loop.updated is None else self._loop.updated.num_rows
             clocks.append((spent, self._loop.cpu_ns, rows))
             if self._loop.step is not None:
@@ -218,8 +223,8 @@ class SteadyRun:
             tokens += self._take(outputs)
             if self.is_roomy:
                 told = {output.request_id for output in outputs if len(output.new_token_ids) == 1}
-                if told != everybody or len(outputs) != len(everybody):
-                    rule = f"each step yields one token of each of the {len(everybody)} running requests"
+                if told != self._own or len(outputs) != len(self._own):
+                    rule = f"each step yields one token of each of the {len(self._own)} running requests"
                     raise SchedulerFault(f"{rule}; one yielded {len(outputs)} outputs of {len(told)} requests")
         expected = self._load.running * self._load.steps
         if self.is_roomy:
@@ -237,10 +242,17 @@ class SteadyRun:
                 self._told[name].extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self._ended.add(name)
-                if output.finish_reason is FinishReason.ERROR:
-                    raise SchedulerFault(f"request {name} failed: {output.error}")
+                self._check_reason(output)
         self._num_told += tokens
         return tokens
+
+    def _check_reason(self, output: EngineOutput) -> None:
+        """A pool that is too small may cut sequences off; otherwise only stop tokens end those who run."""
+        name, reason = output.request_id, output.finish_reason
+        if reason is FinishReason.ERROR:
+            raise SchedulerFault(f"request {name} failed: {output.error}")
+        stopped = reason is FinishReason.STOP or not self.is_roomy or name not in self._own
+        require(stopped, "requests end with their stop token", f"{name} ended for another reason ({reason})")
 
     def _end(self) -> float:
         """The queue is aborted, those who run get their end of sequence. Nanoseconds per running request."""
