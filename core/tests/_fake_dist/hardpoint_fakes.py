@@ -52,9 +52,10 @@ from hardpoint.interfaces import (
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext
 from hardpoint.interfaces.engine import ModelRouter, Prompt, RequestOutput
 from hardpoint.interfaces.kv_cache import BlockHash
+from hardpoint.interfaces.kv_events import BlocksRemoved, KVEvent
 from hardpoint.interfaces.platform import LogicalDevice
 from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
-from hardpoint.interfaces.request import OutputKind, SamplingParams
+from hardpoint.interfaces.request import EngineOutput, OutputKind, SamplingParams
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.step import Deferred, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.tokenizer import Tokenizer
@@ -219,9 +220,26 @@ def create_worker(ctx: WorkerContext, options: Any) -> FakeWorker:
     return ScriptedWorker(ctx.config.model.config if ctx.config is not None else {})
 
 
+class TellingScheduler(FakeScheduler):
+    """Caches nothing, but tells of one block per step, its hash the step's number."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.events: list[KVEvent] = []
+
+    def update(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
+        self.events.append(BlocksRemoved(block_hashes=[BlockHash(step.step_id.to_bytes(4, "big"))]))
+        return super().update(step, output)
+
+    def take_events(self) -> list[KVEvent]:
+        events, self.events = self.events, []
+        return events
+
+
 @plugin("scheduler")
 def create_scheduler(ctx: SchedulerContext, options: Any) -> FakeScheduler:
-    return FakeScheduler(ctx.limits, num_blocks=ctx.kv_cache.num_blocks, block_size=BLOCK_SIZE)
+    made = TellingScheduler if ctx.limits.kv_events else FakeScheduler
+    return made(ctx.limits, num_blocks=ctx.kv_cache.num_blocks, block_size=BLOCK_SIZE)
 
 
 @plugin("kv_layout")

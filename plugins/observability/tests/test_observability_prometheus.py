@@ -61,6 +61,18 @@ def test_gauges_follow_and_counters_add_up(stats: PrometheusStats) -> None:
     assert found["hardpoint_num_preemptions_total", M] == 1
 
 
+def test_the_cache_tells_how_it_does(stats: PrometheusStats) -> None:
+    stats.on_step(step(num_waiting=3, num_skipped=2, num_cached_blocks=70, num_evictions=5))
+    stats.on_step(step(num_waiting=3, num_skipped=1, num_cached_blocks=64, num_evictions=12, recent_prefix_queries=8))
+    found = values(stats)
+    assert found["hardpoint_num_requests_skipped", M] == 1
+    assert found["hardpoint_kv_cache_num_prefixes", M] == 64
+    assert found["hardpoint_kv_cache_evictions_total", M] == 12
+    assert found["hardpoint_prefix_cache_recent_hit_rate", M] == 0
+    stats.on_step(step(recent_prefix_queries=8, recent_prefix_hits=6))
+    assert values(stats)["hardpoint_prefix_cache_recent_hit_rate", M] == 0.75
+
+
 def test_counters_never_decrease_when_an_engine_restarts(stats: PrometheusStats) -> None:
     stats.on_step(step(prefix_cache_queries=10))
     stats.on_step(step(prefix_cache_queries=4))

@@ -19,7 +19,7 @@ from hardpoint.engine.process_client import ProcessClient
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.stats import StatFanout
 from hardpoint.engine.validation import validate_batch
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
+from hardpoint.errors import ConfigError, EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
@@ -56,6 +56,7 @@ class AsyncLLM:
         self._max_unfinished = limit
         self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
+        self._sends_kv_events = False
         self._kv_event_sinks: list[Callable[[KVEventBatch], None]] = []
         self._on_stop: Callable[[], None] = lambda: None
         self._is_draining = False
@@ -83,6 +84,7 @@ class AsyncLLM:
             client = await ProcessClient.launch(spec)
         llm = cls(client, frontend, limit=spec.max_unfinished, stats=stats)
         llm._on_stop = partial(announce_stop, runtime)
+        llm._sends_kv_events = spec.limits.kv_events
         return llm
 
     @property
@@ -214,6 +216,8 @@ class AsyncLLM:
         self._changed.set()
 
     def on_kv_events(self, sink: Callable[[KVEventBatch], None]) -> None:
+        if not self._sends_kv_events:
+            raise ConfigError("the engine tells no KV cache events: set --kv-events (cache.kv_events)")
         self._kv_event_sinks.append(sink)
 
     def _on_outputs(self, batch: EngineOutputs) -> None:

@@ -172,7 +172,7 @@ class EngineClient(Protocol):
     def on_kv_events(self, sink: Callable[[KVEventBatch], None]) -> None:
         """Call ``sink`` on the event loop with every later batch, in order. It must not block.
 
-        Without the setting ``kv_events`` nothing ever comes.
+        Raises ``ConfigError`` without the setting ``kv_events``, since nothing would ever come.
         """
 
     async def reset_prefix_cache(self) -> bool:

@@ -13,7 +13,7 @@ from hardpoint.testing import FakeEngineClient
 from hardpoint.testing.asgi_client import Call
 from hardpoint.testing.endpoint_suite import EndpointSuite
 
-__all__ = ["TestAdmin", "TestOpenAI", "TestOps", "TestProcess"]
+__all__ = ["TestAdmin", "TestKVEvents", "TestOpenAI", "TestOps", "TestProcess"]
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 5}
@@ -41,6 +41,14 @@ class TestOps(EndpointSuite):
 class TestAdmin(EndpointSuite):
     plugin: ClassVar[str | None] = "admin"
     calls: ClassVar[tuple[Call, ...]] = (Call("GET", "/admin/plugins"), Call("POST", "/admin/reset_prefix_cache"))
+
+
+class TestKVEvents(EndpointSuite):
+    plugin: ClassVar[str | None] = "kv_events"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("GET", "/kv_events?follow=false"),
+        Call("GET", "/kv_events?follow=false&model=fake&after=3"),
+    )
 
 
 class Answers(IOProcessor):
