@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from hardpoint.interfaces import (
     NoOptions,
     RunnerOutput,
     SamplingParams,
+    Scheduler,
     SchedulerContext,
     SchedulerExtension,
     SchedulerLimits,
@@ -49,6 +50,7 @@ def limits(**changes: Any) -> SchedulerLimits:
 def make_scheduler(
     num_blocks: int = 64,
     *,
+    create: Callable[..., Scheduler] = create_fcfs,
     kv_cache: KVCacheConfig | None = None,
     extensions: tuple[SchedulerExtension, ...] = (),
     clock: Any = None,
@@ -62,7 +64,7 @@ def make_scheduler(
         kv_cache=kv_cache if kv_cache is not None else kv_config(num_blocks),
         extensions=extensions,
     )
-    scheduler = create_fcfs(context, NoOptions(), **({} if clock is None else {"clock": clock}))
+    scheduler = create(context, NoOptions(), **({} if clock is None else {"clock": clock}))
     assert isinstance(scheduler, BatchScheduler)
     return scheduler
 
@@ -126,6 +128,10 @@ class Loop:
                 return self.outputs
             self.step()
         raise RuntimeError(f"the loop did not end within {most} steps")
+
+    def run_some(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
 
     def collect(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:

@@ -1,4 +1,4 @@
-"""The scheduler as a state machine over the fake worker, whose tokens are a function of the KV it reads (I3.4-I3.8)."""
+"""The scheduler as a state machine over the fake worker, whose tokens are a function of the KV it reads (I3.1-I3.8)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hardpoint.interfaces import EngineOutput, FinishReason, PauseMode, RunnerOutput, SchedulerOutput
 from hardpoint.testing import FakeWorker
+from hardpoint.testing.fake_worker import ScriptedDrafter
+from hardpoint_scheduling.schedulers.factories import create_fcfs, create_priority
 from hardpoint_scheduling.schedulers.integrity import check_state
 from sched_support import BLOCK, expected, kv_config, make_loop, make_scheduler, request
 
@@ -25,8 +34,12 @@ CONFIGS = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.2]),
         "long_prefill_threshold": st.sampled_from([0, 3]),
         "max_model_len": st.just(64),
+        "max_inflight_steps": st.integers(1, 4),
+        "create": st.sampled_from([create_fcfs, create_priority]),
     }
 )
+# How many of up to three guesses are right, by the length of the sequence; nothing: no drafts.
+DRAFTS: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 3), min_size=1, max_size=5))
 # Few families with common prefixes, so that requests share, diverge inside a block and evict one another.
 PROMPTS = st.builds(
     lambda family, length, tail: [3 + (family * 31 + i) % 90 for i in range(length)] + tail,
@@ -37,24 +50,24 @@ PROMPTS = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random adds, aborts, pauses, resets and steps; a step may stay under way while others things happen."""
+    """Random adds, aborts, pauses, resets and steps; several steps may be under way while other things happen."""
 
-    @initialize(config=CONFIGS)
-    def start(self, config: dict[str, Any]) -> None:
+    @initialize(config=CONFIGS, right=DRAFTS)
+    def start(self, config: dict[str, Any], right: list[int]) -> None:
         self.config = config
         self.scheduler = make_scheduler(**config)
-        self.worker = FakeWorker(block_size=BLOCK)
+        self.worker = FakeWorker(block_size=BLOCK, drafter=ScriptedDrafter(3, right) if right else None)
         self.worker.initialize_kv_cache(kv_config(config["num_blocks"]))
         self.under_way: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
         self.prompts: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineOutput] = {}
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 10))
-    def add(self, prompt: list[int], max_tokens: int) -> None:
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 10), priority=st.integers(0, 2))
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
         name = f"r{len(self.prompts)}"
         self.prompts[name], self.tokens[name] = prompt, []
-        refused = self.scheduler.add(request(name, prompt, max_tokens))
+        refused = self.scheduler.add(request(name, prompt, max_tokens, priority=priority))
         capacity = (self.config["num_blocks"] - 1) * BLOCK
         assert (refused is not None) == (len(prompt) > min(capacity, 63))
         if refused is not None:
@@ -66,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step, output = self.under_way.popleft()
         self.collect(self.scheduler.update(step, output))
 
-    @precondition(lambda self: not self.under_way)
+    @precondition(lambda self: len(self.under_way) < self.config["max_inflight_steps"])
     @rule()
     def schedule(self) -> None:
         step = self.scheduler.schedule()
@@ -84,13 +97,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {output.request_id for output in ended} == set(names) & live
         self.collect(ended)
 
+    @precondition(lambda self: self.scheduler._state.running.requests)
+    @rule(data=st.data(), drop=st.booleans())
+    def preempt(self, data: st.DataObject, drop: bool) -> None:
+        """R3.78-R3.80, whoever it is and whatever is in flight."""
+        victim = data.draw(st.sampled_from(self.scheduler._state.running.requests))
+        self.scheduler._lifecycle.preempt(victim, drop_stale=drop)
+
     @rule(mode=st.sampled_from([PauseMode.NONE, PauseMode.NONE, *PauseMode]))
     def pause(self, mode: PauseMode) -> None:
         self.scheduler.set_pause(mode)
 
-    @rule()
-    def reset(self) -> None:
-        self.scheduler.reset_prefix_cache()
+    @rule(running=st.booleans())
+    def reset(self, running: bool) -> None:
+        """R3.22."""
+        done = self.scheduler.reset_prefix_cache(running)
+        assert done or not running
+        if done:
+            assert self.scheduler._state.kv.pool.num_cached == 0
 
     @invariant()
     def state_is_sound(self) -> None:
@@ -99,12 +123,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def shared_blocks_hold_the_same_prefix(self) -> None:
-        """I3.2."""
+        """I3.2: a block of two requests holds tokens that both know, and the same ones."""
         owners: dict[int, list[int]] = {}
         for live in self.scheduler._state.running.requests:
             for position, block in enumerate(self.scheduler._state.kv.block_ids(live.request_id)[0]):
                 prefix = list(live.token_ids[: (position + 1) * BLOCK])
                 assert owners.setdefault(block, prefix) == prefix
+                if self.scheduler._state.kv.pool.references(block) > 1:
+                    assert len(prefix) == (position + 1) * BLOCK
 
     def check_step(self, step: SchedulerOutput) -> None:
         """I3.4."""
@@ -121,16 +147,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.ends[output.request_id] = output
 
     def teardown(self) -> None:
+        """I3.5, I3.6, I3.8."""
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.set_pause(PauseMode.NONE)
-        while self.under_way:
-            self.update()
         for _ in range(5_000):
             if not self.scheduler.has_work():
                 break
-            self.schedule()
+            while len(self.under_way) < self.config["max_inflight_steps"]:
+                self.schedule()
             self.update()
+            self.scheduler.check_integrity()
+        while self.under_way:
+            self.update()
+        self.schedule()
         assert set(self.ends) == set(self.prompts), "a request never ended"
         for name, prompt in self.prompts.items():
             assert self.tokens[name] == expected(prompt, len(self.tokens[name]))
@@ -141,11 +171,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_sequences() -> None:
+    """I3.1-I3.8."""
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=10_000, stateful_step_count=24, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     CONFIGS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=8), st.booleans()
 )
