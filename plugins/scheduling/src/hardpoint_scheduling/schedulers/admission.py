@@ -167,9 +167,9 @@ class Admission:
         """The request's whole tables, None without a change when there is no room for it."""
         kv = self._state.kv
         if start.holds_blocks:
-            # Room for the rest was kept while the load was under way, so no gate stands before it.
-            end = kv.end_with_lookahead(start.num_computed + num_new, lookahead)
-            grown = kv.grow(request.request_id, end)
+            # Room for its tokens was kept while the load was under way, so no gate stands before it; with lookahead,
+            # which was not counted, it could wait for others that wait for it.
+            grown = kv.grow(request.request_id, start.num_computed + num_new)
             return None if grown is None else kv.block_ids(request.request_id)
         segments = _segments(request, start, num_new, lookahead)
         return kv.allocate_slots(request.request_id, segments, start.hit, self._gates(request, plan))
@@ -177,15 +177,14 @@ class Admission:
     def _load(self, request: LiveRequest, start: Start, plan: StepPlan) -> _Answer:
         """Blocks for an asynchronous load, which must not take those that prefills under way still need (R3.65, R3.75).
 
-        Nothing is computed meanwhile, so there is no lookahead either.
+        Nor may it begin what it cannot end: requests that each hold a part would wait for one another. Nothing is
+        computed meanwhile, so there is no lookahead either.
         """
         state = self._state
-        gates = self._gates(request, plan)
-        reserved = gates.reserved_blocks + blocks_for_prefills(state, plan.admitted)
+        reserved = self._gates(request, plan).reserved_blocks + blocks_for_prefills(state, plan.admitted)
         segments = _segments(request, start, 0, 0)
-        blocks = state.kv.allocate_slots(
-            request.request_id, segments, start.hit, Gates(gates.full_sequence_must_fit, reserved)
-        )
+        gates = Gates(full_sequence_must_fit=True, reserved_blocks=reserved)
+        blocks = state.kv.allocate_slots(request.request_id, segments, start.hit, gates)
         if blocks is None:
             return _Answer.NO_ROOM
         self._remote.begin(request, start.num_local, start.num_external)
@@ -209,7 +208,8 @@ class Admission:
         num_computed, end = start.num_computed, start.num_computed + num_new
         state.loads.arrived.pop(request.request_id, None)
         request.move_to(RequestStatus.RUNNING)
-        capacity = state.kv.covered(state.kv.end_with_lookahead(end, lookahead))
+        allocated = end if start.holds_blocks else state.kv.end_with_lookahead(end, lookahead)
+        capacity = state.kv.covered(allocated)
         slot = state.table.assign(request, num_computed, capacity)
         now = state.clock()
         request.note(Milestone.SCHEDULED, now)
