@@ -295,6 +295,7 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
         "max_model_len": wanted or info.max_position,
         "prefix_caching": engine.cache.prefix_caching,
         "kv_events": engine.cache.kv_events,
+        "max_inflight_steps": 2 if engine.scheduler.async_scheduling else 1,
     }
     return msgspec.convert({**engine.scheduler.model_dump(), **settled}, SchedulerLimits)
 

@@ -71,10 +71,18 @@ class SchedulerConfig(_Section):
     """requests computed at the same time"""
     max_num_batched_tokens: Count | None = Field(default=None, ge=1)
     """tokens computed in one step"""
+    max_num_active_seqs: Count | None = Field(default=None, ge=1)
+    """requests that may run at a time, of max_num_seqs (default: all of them)"""
     max_waiting: Count | None = Field(default=4096, ge=1)
     """requests that may wait; more are answered with 429"""
+    async_scheduling: bool = False
+    """plan a step while the one before it is computed"""
+    chunked_prefill: bool = True
+    """compute a long prompt in several steps; off: all of it in one"""
     long_prefill_threshold: Count = Field(default=0, ge=0)
     """cap on one prompt's tokens per step while others wait"""
+    adaptive_prefill_threshold: bool = False
+    """raise that cap to an equal share of the step where few wait"""
     watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
     """fraction of KV blocks that admission leaves free"""
     full_sequence_must_fit: bool = False
