@@ -33,8 +33,11 @@ def run(*further: Any, load: Load = LOAD, **settings: Any) -> StepFigures:
 def test_each_step_is_a_token_of_everybody() -> None:
     figures = run()
     assert (figures.rows, figures.tokens) == (5 * 12, 5 * 12)
-    assert len(figures.step_ns) == len(figures.cpu_ns) == 12
-    assert min(figures.step_ns) > 0
+    assert len(figures.steps) == 12
+    assert {step.rows for step in figures.steps} == {5}
+    assert all(step.wall_ns == step.schedule_ns + step.update_ns > 0 for step in figures.steps)
+    assert 0 < figures.quantile_us("wall_ns", 50) <= figures.quantile_us("wall_ns", 99)
+    assert figures.quantile_us("wall_ns", 50, boundaries_only=True) == 0.0, "the fake reserves blocks at admission"
     assert (figures.preemptions, figures.blocks_leaked, figures.prefix_hit_rate) == (0, 0, 0.0)
     assert figures.hashes_checked == 0, "the fake scheduler shares no prefixes"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from hardpoint_bench.hops import Hops
 from hardpoint_bench.requests import make_request, own_tokens, prefix_tokens
 from hardpoint_bench.rig import Rig, Sizes
 
-__all__ = ["Load", "SteadyRun", "StepFigures"]
+__all__ = ["Load", "SteadyRun", "StepClock", "StepFigures"]
 
 _PROBES = 8
 _SPARE_STEPS = 16
@@ -76,15 +77,26 @@ class Load:
         return Sizes(self.running, batched, model_len, self.running * (-(-model_len // block_size) + 1) + 1)
 
 
+class StepClock(NamedTuple):
+    """One measured step. ``wall_ns`` counts what hops take; ``cpu_ns`` is the thread's own time in the scheduler.
+
+    ``rows`` are those of the step that was updated, ``boundary_rows`` those of the one scheduled that began a block.
+    """
+
+    wall_ns: int
+    cpu_ns: int
+    schedule_ns: int
+    update_ns: int
+    rows: int
+    boundary_rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What was measured. Times in nanoseconds: ``step_ns`` and ``cpu_ns`` per measured step, the others per request."""
+    """What was measured. Times in nanoseconds: those of requests are means over all of them."""
 
-    step_ns: tuple[int, ...]
-    cpu_ns: tuple[int, ...]
-    rows: int
+    steps: tuple[StepClock, ...]
     tokens: int
-    boundary_rows: tuple[int, ...]
     add_ns: float
     fill_ns: float
     finish_ns: float
@@ -94,10 +106,20 @@ class StepFigures:
     hashes_checked: int
 
     @property
+    def rows(self) -> int:
+        return sum(step.rows for step in self.steps)
+
+    @property
     def aligned_boundaries(self) -> bool:
         """Whether a step in which any row began a block was one for all of them."""
-        began = [rows for rows in self.boundary_rows if rows]
-        return bool(began) and min(began) * len(self.step_ns) >= self.rows
+        began = [step.boundary_rows for step in self.steps if step.boundary_rows]
+        return bool(began) and min(began) * len(self.steps) >= self.rows
+
+    def quantile_us(self, clock: str, percent: float, *, boundaries_only: bool = False) -> float:
+        """Of one of the clocks, in microseconds; 0 when no step qualifies."""
+        chosen = [step for step in self.steps if step.boundary_rows or not boundaries_only]
+        values = [getattr(step, clock) for step in chosen]
+        return float(np.percentile(values, percent)) / 1e3 if values else 0.0
 
 
 class SteadyRun:
@@ -130,7 +152,7 @@ class SteadyRun:
     def run(self) -> StepFigures:
         before = self._scheduler.stats()
         add_ns, fill_ns = self._fill()
-        clocks, tokens, boundary_rows = self._measure()
+        steps, tokens = self._measure()
         stats = self._scheduler.stats()
         finish_ns = self._end()
         after = self._scheduler.stats()
@@ -144,11 +166,8 @@ class SteadyRun:
         if self._hops is not None:
             self._hops.settle()
         return StepFigures(
-            step_ns=tuple(wall for wall, _, _ in clocks),
-            cpu_ns=tuple(cpu for _, cpu, _ in clocks),
-            rows=sum(rows for _, _, rows in clocks),
+            steps=tuple(steps),
             tokens=tokens,
-            boundary_rows=tuple(boundary_rows),
             add_ns=add_ns,
             fill_ns=fill_ns,
             finish_ns=finish_ns,
@@ -204,22 +223,21 @@ class SteadyRun:
             return False
         return step.num_rows == updated.num_rows and (not self.is_roomy or step.num_rows == self._load.running)
 
-    def _measure(self) -> tuple[list[tuple[int, int, int]], int, list[int]]:
-        """Wall time, own time and updated rows of each step, tokens in all, rows that began a block in each step."""
-        clocks: list[tuple[int, int, int]] = []
-        boundary_rows: list[int] = []
+    def _measure(self) -> tuple[list[StepClock], int]:
+        """The steps, and the tokens in all of them."""
+        steps: list[StepClock] = []
         tokens = 0
+        loop = self._loop
         for _ in range(self._load.steps):
             outputs, spent = self._turn()
-            if self._loop.step is None and self._loop.updated is None:
+            if loop.step is None and loop.updated is None:
                 raise ConfigError(
-                    f"nobody runs any more after {len(clocks)} of {self._load.steps} steps: sequences are cut off "
-                    f"where the {self._rig.num_blocks} blocks end; raise --blocks or lower --steps"
+                    f"nobody runs any more after {len(steps)} of {self._load.steps} steps: sequences are cut off where "
+                    f"the {self._rig.num_blocks} blocks end; raise --blocks or lower --steps"
                 )
-            rows = 0 if self._loop.updated is None else self._loop.updated.num_rows
-            clocks.append((spent, self._loop.cpu_ns, rows))
-            if self._loop.step is not None:
-                boundary_rows.append(int(np.count_nonzero(self._loop.step.new_blocks[0].counts)))
+            rows = 0 if loop.updated is None else loop.updated.num_rows
+            began = 0 if loop.step is None else int(np.count_nonzero(loop.step.new_blocks[0].counts))
+            steps.append(StepClock(spent, loop.cpu_ns, loop.schedule_ns, loop.update_ns, rows, began))
             tokens += self._take(outputs)
             if self.is_roomy:
                 told = {output.request_id for output in outputs if len(output.new_token_ids) == 1}
@@ -229,7 +247,7 @@ class SteadyRun:
         expected = self._load.running * self._load.steps
         if self.is_roomy:
             require(tokens == expected, f"{expected} tokens are due", f"{tokens} came")
-        return clocks, tokens, boundary_rows
+        return steps, tokens
 
     def _take(self, outputs: Iterable[EngineOutput]) -> int:
         """Count tokens, remember those of the probes, and see that nobody ends twice or speaks after the end."""

@@ -7,8 +7,6 @@ import resource
 import sys
 from typing import Any
 
-import numpy as np
-
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError
 from hardpoint_bench.flags import Values
@@ -28,15 +26,15 @@ def measure(config: AppConfig, values: Values, repeats: int) -> dict[str, Any]:
     collections = _num_collections()
     runs = [_steady(rig, load, None, repeat, repeats) for repeat in range(repeats)]
     collections = _num_collections() - collections
-    figures, is_roomy = min(runs, key=lambda run: float(np.median(run[0].step_ns)))
+    figures, is_roomy = min(runs, key=lambda run: run[0].quantile_us("wall_ns", 50))
     report = _report(rig, load, figures, is_roomy)
     if repeats > 1:
-        report["step_us_median_of_runs"] = [_us(np.median(run[0].step_ns)) for run in runs]
+        report["step_us_median_of_runs"] = [round(run[0].quantile_us("wall_ns", 50), 2) for run in runs]
     if values["ipc"]:
         with Hops(rig.limits, num_blocks=rig.num_blocks, block_size=rig.block_size) as hops:
             travelled, _ = _steady(rig, load, hops, 0, 1)
-        report["step_with_ipc_us_median"] = _us(np.median(travelled.step_ns))
-        report["step_with_ipc_us_p99"] = _us(np.percentile(travelled.step_ns, 99))
+        report["step_with_ipc_us_median"] = round(travelled.quantile_us("wall_ns", 50), 2)
+        report["step_with_ipc_us_p99"] = round(travelled.quantile_us("wall_ns", 99), 2)
     if values["lookup"] is not None:
         report |= _lookup_keys(_lookup(config, values))
     report["gc_enabled"] = gc.isenabled()
@@ -82,20 +80,29 @@ def _steady(rig: Rig, load: Load, hops: Hops | None, repeat: int, repeats: int) 
 
 
 def _report(rig: Rig, load: Load, figures: StepFigures, is_roomy: bool) -> dict[str, Any]:
-    median = float(np.median(figures.step_ns))
+    median = figures.quantile_us("wall_ns", 50)
+    parts = {
+        "step_cpu_us_median": figures.quantile_us("cpu_ns", 50),
+        "step_cpu_us_p99": figures.quantile_us("cpu_ns", 99),
+        "schedule_us_median": figures.quantile_us("schedule_ns", 50),
+        "update_us_median": figures.quantile_us("update_ns", 50),
+        "boundary_step_us_median": figures.quantile_us("wall_ns", 50, boundaries_only=True),
+        "add_us_per_request": figures.add_ns / 1e3,
+        "fill_us_per_request": figures.fill_ns / 1e3,
+        "finish_us_per_request": figures.finish_ns / 1e3,
+    }
     return {
-        "step_us_median": _us(median),
-        "step_us_p99": _us(np.percentile(figures.step_ns, 99)),
-        "us_per_running_request": round(median / 1e3 / (figures.rows / len(figures.step_ns)), 3),
+        "step_us_median": round(median, 2),
+        "step_us_p99": round(figures.quantile_us("wall_ns", 99), 2),
+        "us_per_running_request": round(median / (figures.rows / len(figures.steps)), 3),
         "prefix_hit_rate": round(figures.prefix_hit_rate, 4),
         "preemptions": figures.preemptions,
         "blocks_leaked": figures.blocks_leaked,
-        "step_cpu_us_median": _us(np.median(figures.cpu_ns)),
-        "step_cpu_us_p99": _us(np.percentile(figures.cpu_ns, 99)),
+        **{name: round(value, 2) for name, value in parts.items()},
         "scheduler": rig.plugin.label,
         "running": load.running,
         "waiting": load.waiting,
-        "steps": len(figures.step_ns),
+        "steps": len(figures.steps),
         "rows": figures.rows,
         "tokens": figures.tokens,
         "blocks": rig.num_blocks,
@@ -103,11 +110,8 @@ def _report(rig: Rig, load: Load, figures: StepFigures, is_roomy: bool) -> dict[
         "max_inflight_steps": rig.limits.max_inflight_steps,
         "every_request_every_step": is_roomy,
         "aligned_boundaries": figures.aligned_boundaries,
-        "boundary_rows_max": max(figures.boundary_rows, default=0),
+        "boundary_rows_max": max(step.boundary_rows for step in figures.steps),
         "hashes_checked": figures.hashes_checked,
-        "add_us_per_request": _us(figures.add_ns),
-        "fill_us_per_request": _us(figures.fill_ns),
-        "finish_us_per_request": _us(figures.finish_ns),
     }
 
 
@@ -124,10 +128,6 @@ def _lookup_keys(lookup: Lookup) -> dict[str, Any]:
         "lookup_ms": round(lookup.lookup_ms, 3),
         "lookup_hash_ms": round(lookup.hash_ms, 3),
     }
-
-
-def _us(nanoseconds: float | np.floating[Any]) -> float:
-    return round(float(nanoseconds) / 1e3, 2)
 
 
 def _num_collections() -> int:
