@@ -17,7 +17,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hardpoint.interfaces import EngineOutput, FinishReason, PauseMode, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces import (
+    EngineOutput,
+    FinishReason,
+    PauseMode,
+    RequestView,
+    RunnerOutput,
+    SchedulerExtension,
+    SchedulerOutput,
+)
 from hardpoint.testing import FakeWorker
 from hardpoint.testing.fake_worker import ScriptedDrafter
 from hardpoint_scheduling.schedulers.factories import create_fcfs, create_priority
@@ -49,14 +57,25 @@ PROMPTS = st.builds(
 )
 
 
+class Speculator(SchedulerExtension):
+    """Says that the worker has three guesses after each sample, whoever sees them."""
+
+    name = "speculator"
+    drafts_on_worker = True
+
+    def num_lookahead_tokens(self, request: RequestView) -> int:
+        return 3
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random adds, aborts, pauses, resets and steps; several steps may be under way while other things happen."""
 
-    @initialize(config=CONFIGS, right=DRAFTS)
-    def start(self, config: dict[str, Any], right: list[int]) -> None:
+    @initialize(config=CONFIGS, right=DRAFTS, on_worker=st.booleans())
+    def start(self, config: dict[str, Any], right: list[int], on_worker: bool) -> None:
         self.config = config
-        self.scheduler = make_scheduler(**config)
-        self.worker = FakeWorker(block_size=BLOCK, drafter=ScriptedDrafter(3, right) if right else None)
+        self.scheduler = make_scheduler(**config, extensions=(Speculator(),) if right and on_worker else ())
+        drafter = ScriptedDrafter(3, right) if right else None
+        self.worker = FakeWorker(block_size=BLOCK, drafter=drafter, keeps_drafts=on_worker)
         self.worker.initialize_kv_cache(kv_config(config["num_blocks"]))
         self.under_way: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
         self.prompts: dict[str, list[int]] = {}

@@ -135,11 +135,14 @@ class SchedulerExtension:
     """A feature's seat in the scheduler (grammars, adapters, KV connectors, speculation). Override what is needed.
 
     ``name`` keys the extension's structs in ``SchedulerOutput.extensions`` and ``RunnerOutput.extensions``;
-    ``wait_reason`` says why the requests it blocks wait. Methods run inside the step loop: they must not block.
+    ``wait_reason`` says why the requests it blocks wait. ``drafts_on_worker``: after each sample the worker has
+    :meth:`num_lookahead_tokens` guesses of its own, so the next step is planned with them before anybody sees them.
+    Methods run inside the step loop: they must not block.
     """
 
     name: str = ""
     wait_reason: WaitReason = WaitReason.DEPENDENCY
+    drafts_on_worker: bool = False
 
     def on_added(self, request: RequestView) -> None:
         """The request entered the waiting queue."""
@@ -241,8 +244,12 @@ class Scheduler(ABC):
     def stats(self) -> SchedulerStats: ...
 
     @abstractmethod
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when blocks are still in use."""
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget cached prefixes; False, with nothing changed, when blocks are still in use.
+
+        ``reset_running``: preempt all running requests first and compute them anew; what is under way for them is
+        thrown away. A scheduler that preempts nobody answers as without.
+        """
 
     @abstractmethod
     def set_pause(self, mode: PauseMode) -> None: ...

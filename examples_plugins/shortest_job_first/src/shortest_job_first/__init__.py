@@ -174,7 +174,7 @@ class ShortestJobFirst(Scheduler):
             step_id=self.step_id,
         )
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         return not self.running
 
     def set_pause(self, mode: PauseMode) -> None:

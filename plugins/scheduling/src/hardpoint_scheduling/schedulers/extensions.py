@@ -32,6 +32,7 @@ class ExtensionHost:
     external: tuple[SchedulerExtension, ...]
     loading: tuple[SchedulerExtension, ...]
     lookahead: tuple[SchedulerExtension, ...]
+    drafting: tuple[SchedulerExtension, ...]
     allocation: tuple[SchedulerExtension, ...]
     metadata: tuple[SchedulerExtension, ...]
     output: tuple[SchedulerExtension, ...]
@@ -69,6 +70,10 @@ class ExtensionHost:
 
     def num_lookahead_tokens(self, request: RequestView) -> int:
         return max((extension.num_lookahead_tokens(request) for extension in self.lookahead), default=0)
+
+    def num_expected_drafts(self, request: RequestView) -> int:
+        """Guesses that the worker will have after the next sample of the request, without telling first."""
+        return max((extension.num_lookahead_tokens(request) for extension in self.drafting), default=0)
 
     def after_allocation(self, request: RequestView, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         for extension in self.allocation:
@@ -120,6 +125,7 @@ def host_extensions(extensions: Sequence[SchedulerExtension]) -> ExtensionHost:
         external=who("match_external"),
         loading=who("take_loaded"),
         lookahead=who("num_lookahead_tokens"),
+        drafting=tuple(extension for extension in extensions if extension.drafts_on_worker),
         allocation=who("after_allocation"),
         metadata=who("build_metadata"),
         output=who("on_output"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from hardpoint.interfaces import (
     ENCODER_INPUTS,
     EngineOutput,
@@ -27,6 +29,7 @@ from hardpoint_scheduling.schedulers.prefill_balance import PrefillBalance
 from hardpoint_scheduling.schedulers.remote_kv import RemoteKV
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.running import RunningLoop
+from hardpoint_scheduling.schedulers.slots import NO_TOKEN
 from hardpoint_scheduling.schedulers.state import InflightStep, SchedulerState
 from hardpoint_scheduling.schedulers.update import OutputUpdate
 
@@ -91,7 +94,17 @@ class BatchScheduler(Scheduler):
             state.fences.scheduled += 1
             state.table.advance(step, state.fences.scheduled, state.decode_interval)
             state.inflight.append(InflightStep(step, plan.all_rows))
+            if state.expects_drafts:
+                self._expect_drafts(state.inflight[-1])
         return step
+
+    def _expect_drafts(self, entry: InflightStep) -> None:
+        """The next step verifies what the worker will guess after this one's samples, unseen here."""
+        rows = np.flatnonzero(entry.step.samples)
+        host = self._state.extensions
+        counts = np.asarray([host.num_expected_drafts(entry.rows[row]) for row in rows.tolist()], dtype=np.int32)
+        ids = np.full(int(counts.sum()), NO_TOKEN, dtype=np.int32)
+        self._state.table.attach_drafts(entry.step.slots[rows], counts, ids)
 
     def update(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
         state = self._state

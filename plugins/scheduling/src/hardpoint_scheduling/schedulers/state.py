@@ -100,6 +100,11 @@ class SchedulerState:
         return self.limits.max_num_seqs if cap is None else cap
 
     @property
+    def expects_drafts(self) -> bool:
+        """Whether steps are planned with guesses that are still on the worker."""
+        return self.limits.max_inflight_steps > 1 and bool(self.extensions.drafting)
+
+    @property
     def decode_interval(self) -> int:
         """Steps from one decode of a request to its next, so that stages pass tokens round in time (R3.42)."""
         return self.limits.num_pipeline_stages if self.limits.max_inflight_steps > 1 else 1
