@@ -139,7 +139,10 @@ class EncoderPlanner:
                 self._discard_idle(request.record.features[index].content_hash)
 
     def build(self, rows: Sequence[LiveRequest]) -> EncoderInputs | None:
-        """The workers' part of the step with these rows, None when there is nothing to do."""
+        """The workers' part of the step with these rows, None when there is nothing to do.
+
+        The step is decided with it: what is given up from now on was encoded all the same.
+        """
         where = {request.request_id: row for row, request in enumerate(rows)} if self._chosen else {}
         pairs = [
             (where[request_id], choice.feature)
@@ -147,6 +150,7 @@ class EncoderPlanner:
             for choice in chosen
             if choice.encodes
         ]
+        self._chosen.clear()
         freed = tuple(self.cache.take_freed())
         if not pairs and not freed:
             return None
