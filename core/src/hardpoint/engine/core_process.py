@@ -6,6 +6,7 @@ types do anything; others are logged and dropped.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import signal
@@ -67,6 +68,9 @@ def main(payload: bytes) -> int:
             roles.add(ProcessRole.WORKER)
         runtime = boot(job.spec.plan, roles, log_level=job.spec.log_level)
         core = build_engine(job.spec, runtime)
+        # What start-up made stays: no step shall pay for a full collection that walks through all of it.
+        gc.collect()
+        gc.freeze()
         server = EngineServer(core, sockets, inbox, drain_timeout_s=job.spec.drain_timeout_s)
         signal.signal(signal.SIGTERM, server.on_sigterm)
     except _Terminated:

@@ -137,10 +137,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one step produced for one request. ``finish_reason`` set marks the one terminal event.
 
-    ``stop_reason`` is the stop token id, or None for end-of-sequence; ``error`` a client-safe text for ``ERROR``.
+    ``stop_reason`` is the stop token id, or None for end-of-sequence; ``error`` a client-safe text for ``ERROR``. There
+    is one per running request and step, so the garbage collector does not look at them: nothing that an output holds
+    may refer back to it.
     """
 
     request_id: str

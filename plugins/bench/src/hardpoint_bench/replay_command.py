@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError
 from hardpoint_bench.flags import Values
+from hardpoint_bench.garbage import as_in_an_engine
 from hardpoint_bench.generator import Mix
 from hardpoint_bench.outcome import Outcome
 from hardpoint_bench.plot import check_plot, draw
@@ -65,7 +66,9 @@ def replay(config: AppConfig, values: Values) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     for name, rig in rigs.items():
         print(f"{name}: replaying", file=sys.stderr)
-        outcomes[name] = Simulation(rig, trace, cost).run()
+        simulation = Simulation(rig, trace, cost)
+        with as_in_an_engine():
+            outcomes[name] = simulation.run()
         reports[name] = outcomes[name].report() | _circumstances(rig, values, trace)
     if values.is_given("plot"):
         draw(values["plot"], outcomes)

@@ -10,6 +10,7 @@ from typing import Any
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError
 from hardpoint_bench.flags import Values
+from hardpoint_bench.garbage import as_in_an_engine, num_collections
 from hardpoint_bench.hops import Hops
 from hardpoint_bench.lookup import Lookup, lookup_sizes, measure_lookup
 from hardpoint_bench.rig import Rig, block_size_of
@@ -23,9 +24,9 @@ _UNTIMED_CHUNK = 2**30
 def measure(config: AppConfig, values: Values, repeats: int) -> dict[str, Any]:
     """The report of the steady form; the least disturbed of ``repeats`` runs counts."""
     rig, load = _steady_rig(config, values)
-    collections = _num_collections()
+    collections = num_collections()
     runs = [_steady(rig, load, None, repeat, repeats) for repeat in range(repeats)]
-    collections = _num_collections() - collections
+    collections = num_collections() - collections
     figures, is_roomy = min(runs, key=lambda run: run[0].quantile_us("wall_ns", 50))
     report = _report(rig, load, figures, is_roomy)
     if repeats > 1:
@@ -37,7 +38,7 @@ def measure(config: AppConfig, values: Values, repeats: int) -> dict[str, Any]:
         report["step_with_ipc_us_p99"] = round(travelled.quantile_us("wall_ns", 99), 2)
     if values["lookup"] is not None:
         report |= _lookup_keys(_lookup(config, values))
-    report["gc_enabled"] = gc.isenabled()
+    report["gc"] = "automatic, start-up objects frozen" if gc.isenabled() else "disabled"
     report["gc_collections"] = collections
     report["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     return report
@@ -76,7 +77,8 @@ def _steady(rig: Rig, load: Load, hops: Hops | None, repeat: int, repeats: int) 
     what = "with ipc" if hops is not None else f"run {repeat + 1} of {repeats}"
     print(f"{rig.plugin.label}: {load.running} running, {load.steps} steps, {what}", file=sys.stderr)
     run = SteadyRun(rig, load, hops=hops)
-    return run.run(), run.is_roomy
+    with as_in_an_engine():
+        return run.run(), run.is_roomy
 
 
 def _report(rig: Rig, load: Load, figures: StepFigures, is_roomy: bool) -> dict[str, Any]:
@@ -128,7 +130,3 @@ def _lookup_keys(lookup: Lookup) -> dict[str, Any]:
         "lookup_ms": round(lookup.lookup_ms, 3),
         "lookup_hash_ms": round(lookup.hash_ms, 3),
     }
-
-
-def _num_collections() -> int:
-    return sum(generation["collections"] for generation in gc.get_stats())
