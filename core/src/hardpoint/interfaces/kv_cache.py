@@ -160,14 +160,14 @@ class KVCacheManager(ABC):
     ``keeps_all``: no block is given up before the end, so any shorter prefix of a hit is a hit too. ``grows``: tables
     follow the tokens of the sequence (False: they are complete after the first ``allocate``). ``caches_prefixes``:
     False rules out prefix hits for the whole model. ``shares_within_step``: rows of one step may read what another of
-    them fills. ``num_draft_tokens``: so many of ``num_tokens`` may be guesses, which take no position of their own.
+    them fills. ``counts_guesses``: ``num_tokens`` to allocate include drafts and lookahead.
     """
 
     keeps_all: ClassVar[bool] = False
     grows: bool = True
     caches_prefixes: bool = True
     shares_within_step: bool = True
-    num_draft_tokens: int = 0
+    counts_guesses: bool = True
 
     @abstractmethod
     def blocks_needed(self, request_id: str, num_tokens: int, num_hit_blocks: int) -> int:

@@ -327,7 +327,6 @@ class KVCacheSpecSuite(PluginSuite):
             manager.allocate("a", 2 * spec.block_size)
             manager.cache_full_blocks("a", chain("ab", 2), 2 * spec.block_size)
             assert list(manager.find_hit(chain("ab", 2), 2 * spec.block_size)) == [], "a prefix is found after all"
-        assert manager.num_draft_tokens >= 0
 
     def test_no_sequence_holds_more_than_the_bound(self, registration: KVSpecRegistration, spec: KVCacheSpec) -> None:
         """R1.35: start-up sizing relies on it."""

@@ -111,15 +111,24 @@ class KVCoordinator:
         """Tokens of the longest sequence whose KV fits an otherwise empty pool, at most ``max_model_len``."""
         return self._largest_fit
 
-    def covered(self, num_tokens: int) -> int:
-        """Tokens that fit without a further allocation once ``num_tokens`` are covered."""
-        return min((group.covered(num_tokens) for group in self._groups), default=UNLIMITED_TOKENS)
+    @property
+    def tells_guesses_apart(self) -> bool:
+        """Whether ``num_sure`` makes a difference: states after guesses have positions of their own."""
+        return any(not group.manager.counts_guesses for group in self._groups)
 
-    def covered_all(self, num_tokens: Int32Array) -> Int32Array:
+    def covered(self, num_tokens: int, num_sure: int | None = None) -> int:
+        """Tokens that fit without a further allocation once ``num_tokens`` are covered.
+
+        ``num_sure``: how many of them are neither guesses nor lookahead (None: all).
+        """
+        sure = num_tokens if num_sure is None else num_sure
+        return min((group.covered(num_tokens, sure) for group in self._groups), default=UNLIMITED_TOKENS)
+
+    def covered_all(self, num_tokens: Int32Array, num_sure: Int32Array | None = None) -> Int32Array:
         """:meth:`covered` for many lengths at once, int32."""
         room = np.full(len(num_tokens), UNLIMITED_TOKENS, dtype=np.int32)
         for group in self._groups:
-            group.cover_all(num_tokens, room)
+            group.cover_all(num_tokens, num_tokens if num_sure is None else num_sure, room)
         return room
 
     def end_with_lookahead(self, end: int, lookahead: int) -> int:
@@ -160,8 +169,7 @@ class KVCoordinator:
             if segments.external and group.manager.grows:
                 # What is loaded needs its own positions, also where a step that computed it would leave them out.
                 self._note_new(group, group.manager.allocate(request_id, computed))
-            num_tokens = segments.encoder if group.counts_encoder else end
-            self._note_new(group, group.manager.allocate(request_id, num_tokens))
+            self._note_new(group, group.manager.allocate(request_id, self._tokens_to_admit(group, segments, end)))
         self._holders[request_id] = None
         return self.block_ids(request_id)
 
@@ -179,22 +187,33 @@ class KVCoordinator:
     def covers_exactly(self, request_id: str, num_tokens: int) -> bool:
         """Whether the blocks of a request cover ``num_tokens`` and not one more."""
         growing = [group.manager for group in self._groups if group.manager.grows]
-        if any(manager.blocks_needed(request_id, num_tokens, 0) for manager in growing):
+        exact = [manager for manager in growing if manager.counts_guesses]
+        if any(manager.blocks_needed(request_id, num_tokens, 0) for manager in exact):
             return False
-        return not growing or any(manager.blocks_needed(request_id, num_tokens + 1, 0) for manager in growing)
+        # Of positions for guesses nobody can tell how many tokens they are good for.
+        return (
+            len(exact) < len(growing) or not exact or any(m.blocks_needed(request_id, num_tokens + 1, 0) for m in exact)
+        )
 
-    def grow(self, request_id: str, num_tokens: int) -> Blocks | None:
-        """Cover ``num_tokens`` of a request that holds blocks. Returns the new ids, None when they are not there."""
-        growing = [group.manager for group in self._groups if group.manager.grows]
-        if sum(manager.blocks_needed(request_id, num_tokens, 0) for manager in growing) > self.pool.num_free:
+    def grow(self, request_id: str, num_tokens: int, num_sure: int | None = None) -> Blocks | None:
+        """Cover ``num_tokens`` of a request that holds blocks, of which ``num_sure`` are neither guesses nor lookahead
+        (None: all). Returns the new ids, None when they are not there."""
+        sure = num_tokens if num_sure is None else num_sure
+        wanted = [(group.manager, group.tokens(num_tokens, sure)) for group in self._groups]
+        needed = sum(manager.blocks_needed(request_id, count, 0) for manager, count in wanted if manager.grows)
+        if needed > self.pool.num_free:
             return None
-        new = tuple(g.manager.allocate(request_id, num_tokens) if g.manager.grows else () for g in self._groups)
+        new = tuple(manager.allocate(request_id, count) if manager.grows else () for manager, count in wanted)
         for group, blocks in zip(self._groups, new, strict=True) if self._zeroed else ():
             self._note_new(group, blocks)
         return new
 
     def grow_many(
-        self, request_ids: Sequence[str], ends: Sequence[int], processed: Sequence[int] | None = None
+        self,
+        request_ids: Sequence[str],
+        ends: Sequence[int],
+        processed: Sequence[int] | None = None,
+        num_sure: Sequence[int] | None = None,
     ) -> Growth:
         """:meth:`grow` for distinct requests in their order, up to the first that does not get its blocks.
 
@@ -209,7 +228,7 @@ class KVCoordinator:
         for position, (request_id, end) in enumerate(zip(request_ids, ends, strict=True)):
             if processed is not None and releases:
                 self.release_unneeded(request_id, processed[position])
-            blocks = self.grow(request_id, end)
+            blocks = self.grow(request_id, end, None if num_sure is None else num_sure[position])
             if blocks is None:
                 break
             grown.append(blocks)
@@ -320,25 +339,25 @@ class KVCoordinator:
         needed = 0
         for group, blocks in admission:
             manager, held = group.manager, len(blocks)
-            if not manager.grows:
-                needed += manager.blocks_needed(request_id, segments.encoder if group.counts_encoder else end, 0)
-                continue
-            loaded = -(-segments.computed // group.block_size)
-            if segments.external and loaded > held:
-                first = manager.blocks_needed(request_id, segments.computed, held)
-                more = first + manager.blocks_needed(request_id, end, loaded)
-                if manager.num_draft_tokens:
-                    # Positions for drafts move on from the first allocation to the second.
-                    more = min(more, group.most_blocks(end, self.max_in_flight_tokens))
-            else:
-                more = manager.blocks_needed(request_id, end, held)
-            if gates.full_sequence_must_fit:
+            more = 0
+            if segments.external and manager.grows:
+                more = manager.blocks_needed(request_id, segments.computed, held)
+            more += manager.blocks_needed(request_id, self._tokens_to_admit(group, segments, end), held + more)
+            if not manager.counts_guesses:
+                # Positions for guesses move on from the first allocation to the second.
+                more = min(more, group.most_blocks(end, self.max_in_flight_tokens))
+            if gates.full_sequence_must_fit and manager.grows:
                 if manager.keeps_all:
                     more = max(more, manager.blocks_needed(request_id, whole, held))
                 else:
                     more = max(more, group.most_blocks(whole, self.max_in_flight_tokens) - num_real(blocks))
             needed += more
         return needed
+
+    def _tokens_to_admit(self, group: KVGroup, segments: Segments, end: int) -> int:
+        if group.counts_encoder:
+            return segments.encoder
+        return group.tokens(end, min(segments.computed + max(segments.new, 0), end))
 
     def _note_new(self, group: KVGroup, blocks: Sequence[int]) -> None:
         if group.index in self._zeroed:

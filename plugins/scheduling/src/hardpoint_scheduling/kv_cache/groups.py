@@ -15,6 +15,7 @@ from hardpoint.interfaces import (
     Int32Array,
     KVCacheManager,
     KVCacheSpec,
+    MambaSpec,
     MixedSizeSpec,
 )
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
@@ -74,22 +75,31 @@ class KVGroup:
     def hashes(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return hashes if self.scale == 1 else ScaledHashes(hashes, self.scale)
 
-    def covered(self, num_tokens: int) -> int:
-        """Tokens that fit without a further allocation once ``num_tokens``, at least 1, are covered."""
+    @property
+    def num_speculative(self) -> int:
+        """Positions for states after drafts."""
+        layer = _first_layer(self.spec)
+        return layer.num_speculative_blocks if isinstance(layer, MambaSpec) else 0
+
+    def tokens(self, end: int, num_sure: int) -> int:
+        """What the manager is to cover in a step up to ``end`` whose tokens from ``num_sure`` on are guesses."""
+        return end if self.manager.counts_guesses else num_sure
+
+    def covered(self, end: int, num_sure: int) -> int:
+        """Tokens, guesses included, that fit without a further allocation once these are covered."""
         if not self.manager.grows:
             return UNLIMITED_TOKENS
-        drafts = self.manager.num_draft_tokens
-        return max(-(-(num_tokens - drafts) // self.block_size), 1 if drafts else 0) * self.block_size + drafts
+        room = -(-self.tokens(end, num_sure) // self.block_size) * self.block_size
+        # Guesses that have a position for their state may go beyond the block.
+        return room if self.manager.counts_guesses else max(room, num_sure + self.num_speculative)
 
-    def cover_all(self, num_tokens: Int32Array, room: Int32Array) -> None:
+    def cover_all(self, ends: Int32Array, num_sure: Int32Array, room: Int32Array) -> None:
         """Lower ``room`` to what :meth:`covered` says, element by element."""
         if not self.manager.grows:
             return
-        drafts = self.manager.num_draft_tokens
-        if drafts:
-            covered = np.maximum(-(-(num_tokens - drafts) // self.block_size), 1) * self.block_size + drafts
-        else:
-            covered = -(-num_tokens // self.block_size) * self.block_size
+        covered = -(-(ends if self.manager.counts_guesses else num_sure) // self.block_size) * self.block_size
+        if not self.manager.counts_guesses:
+            np.maximum(covered, num_sure + self.num_speculative, out=covered)
         np.minimum(room, covered, out=room)
 
     def most_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:

@@ -30,10 +30,12 @@ from hardpoint_scheduling.kv_cache.skipping import SkippingManager, Table
 class StatePerBlockManager(SkippingManager):
     """Mode ``all``: a state at every block end, for whoever shares the tokens before it.
 
-    A state is complete only after the step that computes it, so no other row of that step can start from it.
+    A state is complete only after the step that computes it, so no other row of that step can start from it. Guesses
+    have their own positions, so ``num_tokens`` leaves them out.
     """
 
     shares_within_step = False
+    counts_guesses = False
 
     def __init__(self, pool: KVBlockPool, group_id: int, spec: MambaSpec) -> None:
         super().__init__(pool, group_id, spec)
@@ -76,14 +78,12 @@ class AlignedStateManager(StatePerBlockManager):
     ended with a block.
 
     A long step leaves states at its end and in the ``num_checkpoint_blocks`` positions before, not at the other block
-    ends it passes; those positions hold the null block. ``num_tokens`` may count as many drafts as there are
-    speculative blocks: they need no position of their own.
+    ends it passes; those positions hold the null block.
     """
 
     def __init__(self, pool: KVBlockPool, group_id: int, spec: MambaSpec) -> None:
         super().__init__(pool, group_id, spec)
         self._num_checkpoints = spec.num_checkpoint_blocks
-        self.num_draft_tokens = spec.num_speculative_blocks
         # Positions whose states a step computes on its way, until they are entered.
         self._checkpoints: dict[str, list[int]] = {}
 
@@ -127,9 +127,6 @@ class AlignedStateManager(StatePerBlockManager):
     def free(self, request_id: str) -> None:
         self._checkpoints.pop(request_id, None)
         super().free(request_id)
-
-    def _num_positions(self, num_tokens: int) -> int:
-        return super()._num_positions(max(num_tokens - self._num_speculative, min(num_tokens, 1)))
 
     def _growth(self, request_id: str, num_hit_blocks: int, num_tokens: int) -> _Growth:
         table = self._tables.get(request_id)

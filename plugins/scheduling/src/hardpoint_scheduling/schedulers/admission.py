@@ -209,7 +209,7 @@ class Admission:
         state.loads.arrived.pop(request.request_id, None)
         request.move_to(RequestStatus.RUNNING)
         allocated = end if start.holds_blocks else state.kv.end_with_lookahead(end, lookahead)
-        capacity = state.kv.covered(allocated)
+        capacity = state.kv.covered(allocated, end)
         slot = state.table.assign(request, num_computed, capacity)
         now = state.clock()
         request.note(Milestone.SCHEDULED, now)

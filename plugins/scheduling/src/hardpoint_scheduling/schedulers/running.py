@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hardpoint.interfaces import BoolArray, Int32Array
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.plan import GrownRows, StepPlan
 from hardpoint_scheduling.schedulers.request import LiveRequest
 from hardpoint_scheduling.schedulers.state import SchedulerState
+
+_ENTERED_AT_ONCE = 64
+"""Rows whose full blocks become known in the step that fills them, also where many rows fill one at once."""
 
 
 @dataclass(slots=True)
@@ -165,14 +169,24 @@ class RunningLoop:
         # R3.77: steps in flight still read what the counters already count as passed.
         processed = (table.computed[slots] - table.in_flight[slots]).tolist() if state.kv.releases else None
         names = [work.requests[position].request_id for position in positions]
-        growth = state.kv.grow_many(names, ends[outgrown].tolist(), processed)
+        sure = self._sure(work, outgrown + start) if state.kv.tells_guesses_apart else None
+        growth = state.kv.grow_many(names, ends[outgrown].tolist(), processed, None if sure is None else sure.tolist())
         done = growth.num_rows
         work.grown.add(positions[:done], growth.ids)
-        table.capacity[slots[:done]] = state.kv.covered_all(ends[outgrown[:done]])
+        table.capacity[slots[:done]] = state.kv.covered_all(
+            ends[outgrown[:done]], None if sure is None else sure[:done]
+        )
         if state.extensions.allocation:
             for row, position in enumerate(positions[:done]):
                 state.extensions.after_allocation(work.requests[position], growth.row(row), 0)
         return positions[done] if done < len(positions) else None
+
+    def _sure(self, work: _Pass, positions: NDArray[np.intp]) -> Int32Array:
+        """Ends of the rows at ``positions`` without guesses and lookahead."""
+        table, slots = self._state.table, work.slots[positions]
+        known = table.num_tokens[slots] + table.placeholders[slots]
+        sure: Int32Array = np.minimum(work.computed[positions] + work.counts[positions], known)
+        return sure
 
     def _with_lookahead(self, work: _Pass, start: int, ends: Int32Array) -> Int32Array:
         host, kv = self._state.extensions, self._state.kv
@@ -195,7 +209,16 @@ class RunningLoop:
         full = np.flatnonzero(ends >= table.entered[plan.slots] + size)
         if not len(full):
             return
+        full = full[: _most_entered(len(plan.rows), int(np.count_nonzero(plan.updates[0].counts)), size)]
         requests = [plan.rows[row] for row in full.tolist()]
         ends = ends[full]
         kv.enter_full_blocks_many([r.request_id for r in requests], [r.block_hashes for r in requests], ends.tolist())
         table.entered[plan.slots[full]] = ends // size * size
+
+
+def _most_entered(num_rows: int, num_grown: int, block_size: int) -> int:
+    """Rows that one step hashes and enters. Others wait a few steps, so that a step in which hundreds of rows fill or
+    begin a block takes little longer than the rest; on average as many fill one as may be entered in any case.
+    """
+    average = -(-num_rows // block_size)
+    return max(max(_ENTERED_AT_ONCE, 4 * average) - num_grown, average)
