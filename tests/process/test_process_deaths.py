@@ -32,10 +32,16 @@ def endless_streams(server: ServerProcess) -> list[Stream]:
 
 
 @pytest.mark.parametrize(
-    ("executor", "victim"), [("uniproc", "engine-"), ("multiproc", "engine-"), ("multiproc", "worker-")]
+    ("executor", "victim"),
+    [
+        ("uniproc", "engine-"),
+        ("multiproc", "engine-"),
+        ("multiproc", "worker-"),
+        pytest.param("multiproc --async-scheduling", "worker-", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_engine_or_worker_is_told_to_everybody(tiny: Path, executor: str, victim: str) -> None:
-    with serving(tiny, "--executor", executor, "--max-num-batched-tokens", "64") as server:
+    with serving(tiny, "--executor", *executor.split(), "--max-num-batched-tokens", "64") as server:
         streams = endless_streams(server)
         whole = WholeAnswer(server, max_tokens=ENDLESS)
         (process,) = server.named(victim)

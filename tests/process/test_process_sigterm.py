@@ -12,6 +12,9 @@ from server_process import PATIENCE, ServerProcess, Stream, WholeAnswer, serving
 
 pytestmark = pytest.mark.timeout(300 * PATIENCE)
 
+AHEAD = pytest.param("multiproc --async-scheduling", marks=pytest.mark.slow)
+"""Two steps are under way whenever something happens."""
+
 LONG, ENDLESS = 800, 30_000
 """Tokens that take seconds, and minutes."""
 
@@ -25,10 +28,18 @@ def assert_refuses_new_requests(server: ServerProcess) -> None:
         assert (refused.value.status_code, refused.value.code) == (503, "not_ready")
 
 
-@pytest.mark.parametrize(("executor", "whole_group"), [("uniproc", False), ("multiproc", False), ("multiproc", True)])
+@pytest.mark.parametrize(
+    ("executor", "whole_group"),
+    [
+        ("uniproc", False),
+        ("multiproc", False),
+        ("multiproc", True),
+        pytest.param("multiproc --async-scheduling", True, marks=pytest.mark.slow),
+    ],
+)
 def test_running_requests_finish_and_new_ones_are_refused(tiny: Path, executor: str, whole_group: bool) -> None:
     """Terminals and some supervisors signal every process of the group, which must make no difference."""
-    with serving(tiny, "--executor", executor, "--num-kv-blocks", "4096") as server:
+    with serving(tiny, "--executor", *executor.split(), "--num-kv-blocks", "4096") as server:
         prompts = [f"request {index} of several" for index in range(5)]
         alone = server.complete(prompt=prompts[0], max_tokens=LONG)["token_ids"]
         streams = [Stream(server, prompt=prompt, max_tokens=LONG) for prompt in prompts]
@@ -51,9 +62,10 @@ def test_running_requests_finish_and_new_ones_are_refused(tiny: Path, executor: 
         server.assert_gone()
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
+@pytest.mark.parametrize("executor", ["uniproc", "multiproc", AHEAD])
 def test_what_outlasts_the_drain_ends_with_one_terminal_event(tiny: Path, executor: str) -> None:
-    with serving(tiny, "--executor", executor, "--drain-timeout-s", "0.5", "--num-kv-blocks", "16384") as server:
+    flags = ("--executor", *executor.split(), "--drain-timeout-s", "0.5", "--num-kv-blocks", "16384")
+    with serving(tiny, *flags) as server:
         streams = [Stream(server, prompt=f"prompt {index}", max_tokens=ENDLESS) for index in range(6)]
         whole = WholeAnswer(server, max_tokens=ENDLESS)
         for stream in streams:
@@ -62,7 +74,7 @@ def test_what_outlasts_the_drain_ends_with_one_terminal_event(tiny: Path, execut
         server.terminate()
         for stream in streams:
             stream.join()
-            assert stream.ends == ["abort"]
+            assert stream.ends == ["abort"], server.log()[-3000:]
             assert stream.lines[-1] == Stream.DONE
         whole.join()
         assert whole.status == 200
