@@ -29,9 +29,7 @@ class Intake:
                 f"{state.num_waiting} requests wait already and --max-waiting allows {state.limits.max_waiting}; "
                 "retry later or raise it"
             )
-        live = LiveRequest(record, self._length_limit(record))
-        if state.kv.prefix_caching:
-            state.hasher.extend(record, live.tokens, live.block_hashes)
+        live = LiveRequest(record, self._length_limit(record), state.hasher if state.kv.prefix_caching else None)
         live.note(Milestone.QUEUED, state.clock())
         state.live[record.request_id] = live
         state.extensions.on_added(live)

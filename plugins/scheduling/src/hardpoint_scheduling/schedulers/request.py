@@ -11,6 +11,7 @@ import numpy as np
 
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces import BlockHash, EngineRequest, FinishReason, TokenLogprobs
+from hardpoint_scheduling.kv_cache.hashing import ChainedHasher
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.views import ReadOnlyView
 
@@ -106,7 +107,6 @@ class LiveRequest:
         append: adds one token to the array (bound once: this runs for every token of every request).
         limit: length of the sequence at which it ends for reasons of length.
         slot: place in the workers' batch, None while waiting.
-        block_hashes: one chained hash per complete hash block of the known tokens.
         num_cached_tokens: prefix hit of the first admission.
         num_stale_tokens: of the tokens in flight, those of steps that were scheduled before the last preemption.
         drops_stale: their results are thrown away rather than delivered; holds until they are all back (R3.80).
@@ -115,10 +115,11 @@ class LiveRequest:
 
     __slots__ = (
         "__weakref__",
+        "_block_hashes",
         "_events",
+        "_hasher",
         "_tokens",
         "append",
-        "block_hashes",
         "drops_stale",
         "first_scheduled_time",
         "has_output",
@@ -136,8 +137,9 @@ class LiveRequest:
         "table",
     )
 
-    def __init__(self, record: EngineRequest, limit: int) -> None:
-        """Raises ``InvalidRequestError`` when embeddings or features do not fit the prompt (R1.4, R1.12)."""
+    def __init__(self, record: EngineRequest, limit: int, hasher: ChainedHasher | None = None) -> None:
+        """Without a ``hasher`` there are no block hashes. Raises ``InvalidRequestError`` when embeddings or features do
+        not fit the prompt (R1.4, R1.12)."""
         _check_positions(record)
         self.record = record
         self.request_id = record.request_id
@@ -148,7 +150,8 @@ class LiveRequest:
         self.status = RequestStatus.WAITING
         self.slot: int | None = None
         self.table: SlotTable | None = None
-        self.block_hashes: list[BlockHash] = []
+        self._hasher = hasher
+        self._block_hashes: list[BlockHash] = []
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_stale_tokens = 0
@@ -223,6 +226,17 @@ class LiveRequest:
         return self.num_stale_tokens > 0 and not self.drops_stale
 
     @property
+    def block_hashes(self) -> list[BlockHash]:
+        """One chained hash per complete hash block of the known tokens (R1.8).
+
+        Blocks that became full since are hashed now: hundreds of requests may fill one in the same step, but what
+        reads the hashes can take its time.
+        """
+        if self._hasher is not None:
+            self._hasher.extend(self.record, self._tokens, self._block_hashes)
+        return self._block_hashes
+
+    @property
     def token_ids(self) -> Sequence[int]:
         """Prompt and outputs, read-only."""
         return ReadOnlyView(self._tokens)
@@ -271,6 +285,13 @@ class LiveRequest:
 
     def _counter(self, column: str) -> int:
         return int(getattr(self.table, column)[self.slot]) if self.table is not None else 0
+
+
+def hash_full_blocks(hasher: ChainedHasher, requests: Sequence[LiveRequest]) -> list[list[BlockHash]]:
+    """``block_hashes`` of many requests at once."""
+    hashes = [request._block_hashes for request in requests]
+    hasher.extend_many([request.record for request in requests], [request.tokens for request in requests], hashes)
+    return hashes
 
 
 def _check_positions(record: EngineRequest) -> None:

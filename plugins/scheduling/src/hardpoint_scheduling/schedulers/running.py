@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from hardpoint.interfaces import BoolArray, Int32Array
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.plan import GrownRows, StepPlan
-from hardpoint_scheduling.schedulers.request import LiveRequest
+from hardpoint_scheduling.schedulers.request import LiveRequest, hash_full_blocks
 from hardpoint_scheduling.schedulers.state import SchedulerState
 
-_ENTERED_AT_ONCE = 64
+_ENTERED_AT_ONCE = 16
 """Rows whose full blocks become known in the step that fills them, also where many rows fill one at once."""
 
 
@@ -210,15 +210,16 @@ class RunningLoop:
         if not len(full):
             return
         full = full[: _most_entered(len(plan.rows), int(np.count_nonzero(plan.updates[0].counts)), size)]
-        requests = [plan.rows[row] for row in full.tolist()]
-        ends = ends[full]
-        kv.enter_full_blocks_many([r.request_id for r in requests], [r.block_hashes for r in requests], ends.tolist())
+        requests, ends = [plan.rows[row] for row in full.tolist()], ends[full]
+        hashes = hash_full_blocks(self._state.hasher, requests)
+        kv.enter_full_blocks_many([r.request_id for r in requests], hashes, ends.tolist())
         table.entered[plan.slots[full]] = ends // size * size
 
 
 def _most_entered(num_rows: int, num_grown: int, block_size: int) -> int:
     """Rows that one step hashes and enters. Others wait a few steps, so that a step in which hundreds of rows fill or
-    begin a block takes little longer than the rest; on average as many fill one as may be entered in any case.
+    begin a block takes little longer than the rest. As many as fill one on average may enter in any case, and half as
+    many more in a step without new blocks: so nobody waits until the next block is full.
     """
     average = -(-num_rows // block_size)
-    return max(max(_ENTERED_AT_ONCE, 4 * average) - num_grown, average)
+    return max(max(_ENTERED_AT_ONCE, average + average // 2) - num_grown, average)

@@ -38,8 +38,7 @@ class _Result:
 
 class OutputUpdate:
     """Most rows get one token and go on: they are handled as arrays and one list comprehension. A row is looked at on
-    its own when it ends, gives its first output, fills a hash block, wants log-probabilities, has several tokens or
-    was preempted meanwhile.
+    its own when it ends, gives its first output, wants log-probabilities, has several tokens or was preempted since.
     """
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
@@ -127,7 +126,6 @@ class OutputUpdate:
         for request, token in zip(requests, token_list, strict=True):
             request.append(token)
         outputs = [EngineOutput(r.request_id, [t]) for r, t in zip(requests, token_list, strict=True)]
-        self._hash_full_blocks(requests, lengths)
         stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
         stopped &= lengths > table.stops_after[slots]
         special = np.flatnonzero(stopped | (lengths >= table.limit[slots]) | table.detail[slots])
@@ -154,8 +152,6 @@ class OutputUpdate:
                     break
             if request.slot is not None:
                 state.table.num_tokens[request.slot] = request.num_tokens
-            if state.kv.prefix_caching:
-                state.hasher.extend(request.record, request.tokens, request.block_hashes)
             outputs.append(self._detailed_output(request, kept, result.logprobs.get(row), ended))
         self._lifecycle.end_all(ended)
         return outputs
@@ -186,14 +182,6 @@ class OutputUpdate:
         rows = np.flatnonzero(current)
         wanted = np.repeat(current, drafts.counts)
         table.attach_drafts(step.slots[rows], drafts.counts[rows], drafts.ids[wanted])
-
-    def _hash_full_blocks(self, requests: list[LiveRequest], lengths: Int32Array) -> None:
-        state = self._state
-        if not state.kv.prefix_caching:
-            return
-        for i in np.flatnonzero(lengths % state.kv.hash_block_size == 0).tolist():
-            request = requests[i]
-            state.hasher.extend(request.record, request.tokens, request.block_hashes)
 
     def _detailed_output(
         self,
