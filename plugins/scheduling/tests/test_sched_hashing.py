@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from array import array
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import AdapterRef, BlockHash, EngineRequest, Feature, HashFunction, group_key
+from hardpoint.interfaces import (
+    AdapterRef,
+    BlockHash,
+    BlockHashWithGroup,
+    EngineRequest,
+    Feature,
+    HashFunction,
+    group_key,
+)
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.extra_keys import extra_keys
 from hardpoint_scheduling.kv_cache.hash_seed import root_hash
@@ -165,6 +173,22 @@ def test_known_value_does_not_drift() -> None:
     assert found[0].hex() == "a66431a58009f6fdf58897bb2f2b5d34832897e863de3d7b5ca2b2ce894c6b9a"
 
 
+def test_a_block_hash_is_a_type_of_its_own() -> None:
+    """R11.1: signatures ask for it, so a type checker refuses bare bytes; at run time it is bytes."""
+    hints = get_type_hints(ChainedHasher.extend)
+    assert hints["hashes"] == list[BlockHash]
+    assert get_type_hints(group_key) == {"block_hash": BlockHash, "group": int, "return": BlockHashWithGroup}
+    assert type(hashes_of(request("a", [1, 2, 3, 4]))[0]) is bytes
+
+
+@given(st.binary(min_size=16, max_size=32), st.integers(0, 2**32 - 1))
+def test_keys_round_trip(block_hash: bytes, group: int) -> None:
+    """R11.2, I11.4: both parts can be had back, whatever the group."""
+    joined = group_key(BlockHash(block_hash), group)
+    assert (joined[:-4], int.from_bytes(joined[-4:], "big")) == (block_hash, group)
+    assert group_key(BlockHash(joined[:-4]), int.from_bytes(joined[-4:], "big")) == joined
+
+
 def test_larger_group_blocks_use_every_scale_th_hash() -> None:
     """R11.21, R11.22: lazily, and later hashes show."""
     hashes = [BlockHash(bytes([i])) for i in range(5)]
@@ -182,6 +206,12 @@ def test_block_sizes_that_do_not_divide_are_refused() -> None:
     """R11.23, R11.24."""
     assert hash_block_size([16]) == 16
     assert hash_block_size([16, 24]) == 8
+    assert hash_block_size([]) == 1
+    assert hash_block_size([16, 32], match_unit=8) == 8
+    assert hash_block_size([16], match_unit=8) == 16
+    for unit in (5, 16, 0, -8):
+        with pytest.raises(ConfigError, match="choose a divisor of 8"):
+            hash_block_size([16, 24], match_unit=unit)
     assert group_scale(32, 16) == 2
     with pytest.raises(ConfigError, match="--block-size"):
         group_scale(24, 16)

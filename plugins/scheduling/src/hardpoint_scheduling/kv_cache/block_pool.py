@@ -73,9 +73,10 @@ class BlockPool:
         references, keys = self._references, self._keys
         for block in blocks:
             references[block] = 1
-            if keys[block] is not None:
-                self.forget(block)
-                self.num_evictions += 1
+        cached = [block for block in blocks if keys[block] is not None]
+        for block in cached:
+            self.forget(block)
+        self.num_evictions += len(cached)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:

@@ -38,8 +38,21 @@ class ScaledHashes(Sequence[BlockHash]):
         return self._hashes[(index % length + 1) * self._scale - 1]
 
 
-def hash_block_size(block_sizes: Sequence[int]) -> int:
-    """Tokens per hash: the block size of one group, else the greatest common divisor of all (R11.24)."""
+def hash_block_size(block_sizes: Sequence[int], match_unit: int | None = None) -> int:
+    """Tokens per hash (R11.24): the block size of one group; of several ``match_unit`` if given, else the greatest
+    common divisor.
+
+    ``block_sizes`` are those of groups that cache prefixes. Raises ``ConfigError`` for a unit that does not divide all
+    of them, since the others could not use its hashes (R11.23).
+    """
+    if len(block_sizes) > 1 and match_unit is not None:
+        for size in block_sizes:
+            if match_unit < 1 or size % match_unit:
+                raise ConfigError(
+                    f"a match unit of {match_unit} tokens does not divide KV blocks of {size}; choose a divisor of "
+                    f"{gcd(*block_sizes)}, or leave it out"
+                )
+        return match_unit
     size = gcd(*block_sizes)
     return size if size > 0 else 1
 

@@ -54,18 +54,19 @@ class PrefixIndex:
 
     def remove(self, key: BlockHashWithGroup, block: int) -> bool:
         """Forget ``block`` under ``key``. False, and nothing changed, when it is not there."""
-        entry = self._entries.get(key)
-        if isinstance(entry, dict):
-            if block not in entry:
-                return False
-            del entry[block]
-            if not entry:
-                del self._entries[key]
+        # Mostly it is the only block of its key: one access of a large table, which costs more than anything else here.
+        entry = self._entries.pop(key, None)
+        if entry == block:
             return True
-        if entry is None or entry != block:
-            return False
-        del self._entries[key]
-        return True
+        if isinstance(entry, dict):
+            found = block in entry
+            entry.pop(block, None)
+            if entry:
+                self._entries[key] = entry
+            return found
+        if entry is not None:
+            self._entries[key] = entry
+        return False
 
     def clear(self) -> None:
         self._entries.clear()
