@@ -287,7 +287,7 @@ def test_a_worker_process_gives_the_same_tokens_with_two_steps_under_way(
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_batched_tokens": 48, "num_kv_blocks": 64}
     with LLM("smollm2", dtype="float32", executor="multiproc", async_scheduling=True, **sizes) as llm:
-        assert llm.core.scheduler.limits.max_inflight_steps == 2  # type: ignore[attr-defined]
+        assert llm.core._pipeline.max_inflight_steps == 2
         outputs = llm.generate(list(PROMPTS), params)
         assert llm.reset_prefix_cache(), "a surplus step holds no blocks for good"
     require_same(instance, plain, [list(output.outputs[0].token_ids) for output in outputs], request)
