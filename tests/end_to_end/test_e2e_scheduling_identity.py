@@ -143,7 +143,7 @@ class Instance:
         fewest = case.num_blocks
         while core.has_work():
             if case.preempts:
-                assert scheduler.reset_prefix_cache(reset_running=True)  # type: ignore[call-arg]
+                assert scheduler.reset_prefix_cache(reset_running=True)
             for output in [output for frame in core.step().values() for output in frame.outputs]:
                 assert output.finish_reason in (None, FinishReason.LENGTH), core.dead_reason
                 tokens[output.request_id] += output.new_token_ids
