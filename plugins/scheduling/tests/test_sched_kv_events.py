@@ -19,14 +19,21 @@ from hardpoint.interfaces import (
     BlocksRemoved,
     BlocksStored,
     FinishReason,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
     KVEvent,
+    MambaCacheMode,
+    MambaSpec,
+    SlidingWindowSpec,
     group_key,
+    spec_to_wire,
 )
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.events import KVEventLog
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher, Sha256
 from hardpoint_scheduling.schedulers.request import LiveRequest
-from sched_support import BLOCK, Loop, expected, kv_config, make_loop, request
+from sched_support import BLOCK, Loop, expected, make_loop, request, spec
 
 ROOT = BlockHash(bytes(32))
 
@@ -212,6 +219,27 @@ def test_a_block_nobody_announced_is_told_without_tokens() -> None:
     assert event.token_ids.dtype == np.int32
 
 
+def test_a_block_entered_late_still_has_its_tokens() -> None:
+    """Also when the request ended in between, but nobody is remembered for good."""
+    one = live("a", range(3, 15))
+    alive = {"a": one}
+    pool = BlockPool(9)
+    pool.log = KVEventLog(alive.get, 4, (4,))
+    blocks = pool.allocate(3)
+    store(pool, one, blocks[:1])
+    assert len(events_of(pool)) == 1
+    del alive["a"]
+    store(pool, one, blocks[1:2], first=1)
+    (event,) = events_of(pool)
+    assert isinstance(event, BlocksStored)
+    assert event.token_ids.tolist() == [7, 8, 9, 10]
+    events_of(pool)
+    store(pool, one, blocks[2:], first=2)
+    (event,) = events_of(pool)
+    assert isinstance(event, BlocksStored)
+    assert (event.parent_hash, len(event.token_ids)) == (one.block_hashes[1], 0)
+
+
 def test_without_the_setting_nothing_is_collected() -> None:
     loop = make_loop()
     loop.scheduler.add(request("a", range(3, 13)))
@@ -230,10 +258,7 @@ def test_a_served_request_is_told_block_by_block() -> None:
         loop.step()
         events.extend(loop.scheduler.take_events())
     stored = [event for event in events if isinstance(event, BlocksStored)]
-    assert [event.token_ids.tolist() for event in stored] == [
-        prompt[:8],
-        [*prompt[8:], *expected(prompt, 2)],
-    ]
+    assert [event.token_ids.tolist() for event in stored] == [prompt[:8], [*prompt[8:], *expected(prompt, 2)]]
     assert stored[1].parent_hash == stored[0].block_hashes[-1]
     for event in stored:
         check_chain(event, loop.scheduler._state.hasher)
@@ -276,27 +301,36 @@ def play(loop: Loop, actions: Sequence[tuple[Any, ...]], mirror: Mirror) -> None
             assert set(mirror.cached) == index_of(scheduler._state.kv.pool)
 
 
-def rebuild(num_blocks: int, sizes: tuple[int, ...], actions: Sequence[tuple[Any, ...]]) -> None:
-    loop = make_loop(num_blocks, kv_cache=kv_config(num_blocks, *sizes), kv_events=True)
-    play(loop, actions, Mirror())
+FULL, LARGE = spec(), spec(2 * BLOCK)
+WINDOW = SlidingWindowSpec(block_size=BLOCK, sliding_window=7, num_kv_heads=1, head_size=1, dtype="int8")
+STATE = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=("int8",), mode=MambaCacheMode.ALIGN)
+MODELS = st.sampled_from([(FULL,), (FULL, LARGE), (FULL, WINDOW), (FULL, STATE)])
+
+
+def rebuild(num_blocks: int, specs: Sequence[KVCacheSpec], actions: Sequence[tuple[Any, ...]]) -> None:
+    groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate(specs))
+    kv_cache = KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=())
+    play(make_loop(num_blocks, kv_cache=kv_cache, kv_events=True), actions, Mirror())
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(8, 40), st.sampled_from([(BLOCK,), (BLOCK, 2 * BLOCK)]), ACTIONS)
-def test_the_stream_rebuilds_the_index(num_blocks: int, sizes: tuple[int, ...], actions: list[tuple[Any, ...]]) -> None:
+@given(st.integers(8, 40), MODELS, ACTIONS)
+def test_the_stream_rebuilds_the_index(
+    num_blocks: int, specs: Sequence[KVCacheSpec], actions: list[tuple[Any, ...]]
+) -> None:
     """I3.3, of the stream: after any workload, whoever applied all events knows exactly the cached blocks."""
-    rebuild(num_blocks, sizes, actions)
+    rebuild(num_blocks, specs, actions)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @settings(max_examples=3_000, deadline=None)
-@given(st.integers(8, 40), st.sampled_from([(BLOCK,), (BLOCK, 2 * BLOCK)]), ACTIONS)
+@given(st.integers(8, 40), MODELS, ACTIONS)
 def test_the_stream_rebuilds_the_index_at_length(
-    num_blocks: int, sizes: tuple[int, ...], actions: list[tuple[Any, ...]]
+    num_blocks: int, specs: Sequence[KVCacheSpec], actions: list[tuple[Any, ...]]
 ) -> None:
     """I3.3, of the stream."""
-    rebuild(num_blocks, sizes, actions)
+    rebuild(num_blocks, specs, actions)
 
 
 def test_a_removed_block_can_be_stored_again() -> None:

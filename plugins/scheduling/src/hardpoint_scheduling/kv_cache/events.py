@@ -61,12 +61,19 @@ class KVEventLog:
         self._run: _Run | None = None
         self._removed: BlocksRemoved | None = None
         self._owner: Sequenced | None = None
+        # Some groups enter their blocks a step late, when the request may have ended: who was announced in this step
+        # and the one before is remembered.
+        self._announced: dict[str, Sequenced] = {}
+        self._announced_before: dict[str, Sequenced] = {}
         self._hashes: Sequence[BlockHash] = ()
         self._position = -1
 
     def entering(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
         """Blocks stored from now on belong to this request; ``hashes`` are its own, one per hash block."""
-        self._owner = self._owner_of(request_id)
+        owner = self._owner_of(request_id)
+        if owner is not None:
+            self._announced[request_id] = owner
+        self._owner = owner or self._announced.get(request_id) or self._announced_before.get(request_id)
         self._hashes = hashes
         self._position = -1
 
@@ -108,6 +115,7 @@ class KVEventLog:
         """Everything since the last call, in order."""
         self._close()
         self._removed = None
+        self._announced, self._announced_before = {}, self._announced
         events, self._events = self._events, []
         return events
 

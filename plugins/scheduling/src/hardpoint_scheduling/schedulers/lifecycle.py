@@ -32,6 +32,9 @@ class Lifecycle:
         state.running.remove_all([request for request, _ in ended if request.slot is not None])
         for request, reason in ended:
             request.move_to(FINAL_STATUS[reason])
+            if request.slot is not None and reason is not FinishReason.ERROR:
+                # While it is live: events of these blocks tell its tokens.
+                self._enter_known_blocks(request)
             del state.live[request.request_id]
             if request.slot is None:
                 if not state.waiting.discard(request.request_id):
@@ -41,8 +44,6 @@ class Lifecycle:
                 continue
             state.policy.on_finished(request)
             last_step = int(state.table.last_step[request.slot])
-            if reason is not FinishReason.ERROR:
-                self._enter_known_blocks(request)
             # Asked while the counters still show what was computed: a connector may want to send it.
             may_free = state.extensions.may_free(request)
             if state.encoder is not None:
