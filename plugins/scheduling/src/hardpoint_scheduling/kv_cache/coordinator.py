@@ -3,62 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, Int32Array, KVCacheConfig, group_key, spec_from_wire
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
-from hardpoint_scheduling.kv_cache.groups import UNLIMITED_TOKENS as UNLIMITED_TOKENS
-from hardpoint_scheduling.kv_cache.groups import Blocks as Blocks
 from hardpoint_scheduling.kv_cache.groups import KVGroup, build_groups, longest_prefix, num_real, without_skipped
-from hardpoint_scheduling.kv_cache.groups import PrefixHit as PrefixHit
+from hardpoint_scheduling.kv_cache.records import UNLIMITED_TOKENS as UNLIMITED_TOKENS
+from hardpoint_scheduling.kv_cache.records import Blocks as Blocks
+from hardpoint_scheduling.kv_cache.records import Gates as Gates
+from hardpoint_scheduling.kv_cache.records import Growth as Growth
+from hardpoint_scheduling.kv_cache.records import PrefixHit as PrefixHit
+from hardpoint_scheduling.kv_cache.records import Segments as Segments
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 
 Admission = Sequence[tuple[KVGroup, Sequence[int]]]
 """Per group, the positions of its table that a request takes over when it is admitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Token counts of one admission, in sequence order (R3.70). The hit is passed beside it.
-
-    ``whole``: length of the whole sequence, for the gate that wants all of it to fit. ``encoder``: tokens of the
-    request's encoder inputs, for layers that attend to them.
-    """
-
-    hit: int
-    external: int
-    new: int
-    lookahead: int
-    whole: int
-    encoder: int = 0
-
-    @property
-    def computed(self) -> int:
-        """Tokens whose KV exists or arrives from elsewhere."""
-        return self.hit + self.external
-
-
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What admission leaves alone. ``reserved_blocks`` must stay free after the allocation (R3.73-R3.75)."""
-
-    full_sequence_must_fit: bool = False
-    reserved_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Blocks that the first ``num_rows`` rows of a batch got: ``ids[group][row]``, in the order in which they came."""
-
-    num_rows: int
-    ids: tuple[Sequence[Sequence[int]], ...]
-
-    def row(self, index: int) -> Blocks:
-        """What one row got, per group."""
-        return tuple(group[index] for group in self.ids)
 
 
 class KVCoordinator:
@@ -91,6 +53,8 @@ class KVCoordinator:
         self._groups, self.hash_block_size = build_groups(specs, managers)
         self.prefix_caching = prefix_caching and bool(specs) and all(m.caches_prefixes for m in managers)
         self._releasing = tuple(group.manager for group in self._groups if group.releases)
+        # R1.33: a step that ends between block ends leaves no state to find.
+        self.step_alignment = lcm(*(g.block_size for g in self._groups if g.finds_step_ends and self.prefix_caching))
         self._late_groups = tuple(group for group in self._groups if group.is_late)
         # Blocks that the current step fills and that others find after it: request, its hashes, its length.
         self._late: dict[str, list[tuple[Sequence[BlockHash], int]]] = {}
@@ -140,6 +104,12 @@ class KVCoordinator:
         if not self.prefix_caching:
             return self.no_hit()
         return longest_prefix(self._groups, hashes, num_tokens - 1)
+
+    def aligned_end(self, computed: int, end: int) -> int:
+        """Where a step that goes on from ``computed`` had better stop at the latest ``end``: at the last block end of
+        states that are found only there, if the step reaches one."""
+        aligned = end // self.step_alignment * self.step_alignment
+        return aligned if aligned > computed else end
 
     def no_hit(self) -> PrefixHit:
         return PrefixHit(0, tuple(() for _ in self._groups))

@@ -15,33 +15,12 @@ from hardpoint.interfaces import (
     Int32Array,
     KVCacheManager,
     KVCacheSpec,
+    MambaCacheMode,
     MambaSpec,
     MixedSizeSpec,
 )
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
-
-Blocks = tuple[Sequence[int], ...]
-"""Block ids per group; groups may differ in length and block size (R3.15)."""
-
-UNLIMITED_TOKENS = 2**31 - 1
-"""Room of a request in a model that keeps no KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Cached blocks, per group, that hold the first ``num_tokens`` tokens. Positions whose content no later token reads
-    hold the null block. ``num_tail_tokens`` of the tokens are in a last block that is used in part.
-    """
-
-    num_tokens: int
-    blocks: Blocks
-    num_tail_tokens: int = 0
-
-    def without_tail(self) -> PrefixHit:
-        """The whole blocks alone."""
-        if not self.num_tail_tokens:
-            return self
-        return PrefixHit(self.num_tokens - self.num_tail_tokens, tuple(blocks[:-1] for blocks in self.blocks))
+from hardpoint_scheduling.kv_cache.records import UNLIMITED_TOKENS, PrefixHit
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +41,12 @@ class KVGroup:
     def is_late(self) -> bool:
         """Whether what a step fills can be found only after it."""
         return not self.manager.shares_within_step
+
+    @property
+    def finds_step_ends(self) -> bool:
+        """Whether prefixes end only where steps did."""
+        layer = _first_layer(self.spec)
+        return isinstance(layer, MambaSpec) and layer.mode is MambaCacheMode.ALIGN
 
     @property
     def is_state(self) -> bool:

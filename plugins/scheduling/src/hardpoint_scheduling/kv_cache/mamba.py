@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     NULL_BLOCK_ID,
     BlockHash,
@@ -78,11 +79,19 @@ class AlignedStateManager(StatePerBlockManager):
     ended with a block.
 
     A long step leaves states at its end and in the ``num_checkpoint_blocks`` positions before, not at the other block
-    ends it passes; those positions hold the null block.
+    ends it passes; those positions hold the null block. Such a step is planned only when no guesses are in flight.
     """
 
     def __init__(self, pool: KVBlockPool, group_id: int, spec: MambaSpec) -> None:
+        """Raises ``ConfigError`` for blocks that the guesses of one step could pass."""
         super().__init__(pool, group_id, spec)
+        if spec.num_speculative_blocks >= spec.block_size:
+            raise ConfigError(
+                f"{spec.num_speculative_blocks} drafts reach across whole state blocks of {spec.block_size} tokens; "
+                f"set --block-size to more than {spec.num_speculative_blocks}, or propose fewer drafts"
+            )
+        # Where the state of the last settled token is, per request.
+        self._settled: dict[str, int] = {}
         self._num_checkpoints = spec.num_checkpoint_blocks
         # Positions whose states a step computes on its way, until they are entered.
         self._checkpoints: dict[str, list[int]] = {}
@@ -107,6 +116,11 @@ class AlignedStateManager(StatePerBlockManager):
             self._checkpoints.setdefault(request_id, []).extend(range(first, growth.running))
         return new
 
+    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
+        if request_id in self._tables:
+            self._settled[request_id] = self.num_skipped_blocks(num_processed_tokens)
+        super().release_unneeded(request_id, num_processed_tokens)
+
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """The state at ``num_tokens`` if a block ends there, and checkpoints before it. A block end that a step merely
         passed has no state of its own."""
@@ -126,6 +140,7 @@ class AlignedStateManager(StatePerBlockManager):
 
     def free(self, request_id: str) -> None:
         self._checkpoints.pop(request_id, None)
+        self._settled.pop(request_id, None)
         super().free(request_id)
 
     def _growth(self, request_id: str, num_hit_blocks: int, num_tokens: int) -> _Growth:
@@ -138,7 +153,9 @@ class AlignedStateManager(StatePerBlockManager):
         running = length - self._num_speculative - 1
         kept = max(running - self._num_checkpoints, 0)
         first = max(held, kept)
-        return _Growth(first - held, length - first, running, range(held - drafts, max(min(held, kept), held - drafts)))
+        # Accepted guesses take the state on into the positions that were theirs.
+        lent = max(held - drafts, self._settled.get(request_id, -1) + 1)
+        return _Growth(first - held, length - first, running, range(lent, max(min(held, kept), lent)))
 
 
 class RunningStateManager(FixedTableManager):

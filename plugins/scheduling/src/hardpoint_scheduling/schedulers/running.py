@@ -60,6 +60,8 @@ class RunningLoop:
         start = 0
         while start < len(work.requests):
             self._distribute(work, start, plan)
+            if state.kv.step_alignment > 1 and state.limits.chunked_prefill:
+                self._align(work, start)
             short = self._grow(work, start)
             if short is None:
                 break
@@ -116,6 +118,13 @@ class RunningLoop:
         if self._state.limits.num_pipeline_stages > 1:
             held |= table.next_decode_step[slots] > plan.step_id
         return held
+
+    def _align(self, work: _Pass, start: int) -> None:
+        """Chunks of prompts end where states can be found (R1.33), if they reach such a place."""
+        alignment, computed, counts = self._state.kv.step_alignment, work.computed[start:], work.counts[start:]
+        aligned = (computed + counts) // alignment * alignment
+        is_chunk = computed < self._state.table.num_tokens[work.slots[start:]] - 1
+        np.copyto(counts, aligned - computed, where=is_chunk & (aligned > computed))
 
     def _distribute(self, work: _Pass, start: int, plan: StepPlan) -> None:
         """New tokens of the rows from ``start`` on, within what earlier rows left of the budgets (R3.45)."""

@@ -1,0 +1,89 @@
+"""Schedulers over groups of several kinds: the tokens a request has alone, whatever the other groups give up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hardpoint.interfaces import KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaCacheMode, spec_to_wire
+from hardpoint.testing import FakeWorker
+from kv_support import chunked, encoder_only, full, latent, state, window
+from sched_support import BLOCK, Loop, answer, expected, make_scheduler, request
+
+KINDS: dict[str, KVCacheSpec] = {
+    "window": window(6),
+    "short window": window(2, 8),
+    "chunks": chunked(8),
+    "latent": latent(8),
+    "running state": state(MambaCacheMode.NONE),
+    "state per block": state(MambaCacheMode.ALL, 8),
+    "aligned state": state(MambaCacheMode.ALIGN, 8),
+    "encoder only": encoder_only(),
+}
+
+
+def hybrid_loop(num_blocks: int, *others: KVCacheSpec, **limits: Any) -> Loop:
+    """The fake worker reads the first group, which keeps every token."""
+    groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate((full(), *others)))
+    config = KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=())
+    worker = FakeWorker(block_size=BLOCK)
+    worker.initialize_kv_cache(config)
+    return Loop(make_scheduler(kv_cache=config, **limits), worker)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_blocks", [60, 22])
+def test_tokens_do_not_depend_on_other_groups(kind: str, num_blocks: int) -> None:
+    """I3.8, R3.92: sharing, eviction and preemption in two groups at once."""
+    loop = hybrid_loop(num_blocks, KINDS[kind], max_num_batched_tokens=12)
+    prompts = {f"r{i}": [*range(3, 3 + 3 * i), 60 + i % 2] for i in range(8)}
+    for name, prompt in prompts.items():
+        loop.scheduler.add(request(name, prompt, max_tokens=12))
+    loop.run()
+    for name, prompt in prompts.items():
+        assert loop.tokens(name) == expected(prompt, 12)
+    stats = loop.scheduler.stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
+    assert stats.num_preemptions > 0 or num_blocks == 60 or kind != "latent"
+
+
+@pytest.mark.parametrize("kind", ["window", "chunks", "latent", "state per block", "aligned state"])
+def test_a_later_request_finds_what_an_earlier_one_left_in_every_group(kind: str) -> None:
+    """R3.92, R1.33: chunks end where states can be found, so that the second request skips whole blocks of both."""
+    loop = hybrid_loop(80, KINDS[kind], max_num_batched_tokens=64)
+    prompt = [*range(3, 33)]
+    for name in ("first", "second"):
+        loop.scheduler.add(request(name, prompt, max_tokens=3))
+        loop.run()
+        assert loop.tokens(name) == expected(prompt, 3)
+    assert loop.scheduler.stats().prefix_cache_hits >= 24
+
+
+def test_states_are_shared_from_the_next_step_on_only() -> None:
+    """A state is complete after its step, keys and values are there for every row of it."""
+    for kind, shared in (("latent", 24), ("aligned state", 0)):
+        loop = hybrid_loop(80, KINDS[kind], max_num_batched_tokens=64)
+        for name in ("first", "second"):
+            loop.scheduler.add(request(name, range(3, 33), max_tokens=3))
+        loop.run()
+        assert loop.scheduler.stats().prefix_cache_hits == shared
+
+
+def test_windows_let_a_sequence_outgrow_the_pool() -> None:
+    """R1.34, R3.77: 60 tokens in windowed layers alone, in a pool for 16 of them and one step's."""
+    config = KVCacheConfig(num_blocks=9, groups=(KVCacheGroup(("layers.0",), spec_to_wire(window(8))),), tensors=())
+    scheduler = make_scheduler(kv_cache=config, max_num_batched_tokens=16)
+    assert scheduler._state.kv.largest_sequence == 64
+    worker = FakeWorker(block_size=BLOCK)
+    worker.initialize_kv_cache(config)
+    scheduler.add(request("a", range(3, 43), max_tokens=20))
+    steps = 0
+    while scheduler.has_work() and steps < 100:
+        step = scheduler.schedule()
+        tables = scheduler._state.kv.block_ids("a")[0] if scheduler._state.running.requests else ()
+        assert sum(map(bool, tables)) <= 7
+        scheduler.update(step, answer(step))
+        scheduler.check_integrity()
+        steps += 1
+    assert not scheduler.has_work()
