@@ -51,10 +51,12 @@ class TestXxhash(HashSuite):
 
 class TestLayerOutermost(KVLayoutSuite):
     plugin: ClassVar[str | None] = "layer_outermost"
+    windows: ClassVar[bool] = True
 
 
 class TestBlockOutermost(KVLayoutSuite):
     plugin: ClassVar[str | None] = "block_outermost"
+    windows: ClassVar[bool] = True
 
 
 class TestFullAttention(KVCacheSpecSuite):

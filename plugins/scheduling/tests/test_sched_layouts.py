@@ -20,7 +20,6 @@ from hardpoint.interfaces import (
     KVCacheConfig,
     KVCacheSpec,
     KVPlanRequest,
-    KVSpecRegistration,
     MambaSpec,
     MixedSizeSpec,
     MLASpec,
@@ -30,8 +29,6 @@ from hardpoint.interfaces import (
     spec_from_wire,
 )
 from hardpoint.interfaces.plugin import ProcessRole
-from hardpoint_scheduling.kv_cache import layouts
-from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager
 from hardpoint_scheduling.kv_cache.grouping import merge_specs
 from hardpoint_scheduling.kv_cache.layouts import (
     BlockOutermostLayout,
@@ -40,7 +37,6 @@ from hardpoint_scheduling.kv_cache.layouts import (
     create_block_outermost,
     create_layer_outermost,
 )
-from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 from sched_support import spec
 
 LAYOUTS = (LayerOutermostLayout, BlockOutermostLayout)
@@ -53,18 +49,6 @@ CLASSES: dict[str, type[KVCacheSpec]] = {
 
 def windowed(window: int, block_size: int = 4, **fields: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(**{**USUAL, "block_size": block_size, "sliding_window": window, **fields})
-
-
-class PlainRegistry(SpecRegistry):
-    """Every kind has a manager, so that plans can be made of specs alone."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: [KVSpecRegistration(made, FullAttentionManager) for made in CLASSES.values()])
-
-
-@pytest.fixture(autouse=True)
-def all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "load_registry", lambda plugins, kinds: PlainRegistry())
 
 
 def plan(

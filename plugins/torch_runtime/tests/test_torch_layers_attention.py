@@ -18,7 +18,7 @@ from hardpoint.interfaces.attention import (
     BlockSizeRule,
     KVWriteMode,
 )
-from hardpoint.interfaces.kv_cache import AttentionSpec, FullAttentionSpec
+from hardpoint.interfaces.kv_cache_specs import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
@@ -171,7 +171,7 @@ def test_specs_come_from_the_layers_in_order() -> None:
     assert list(tools.attention_layers) == ["a", "b", "enc"]
     assert tools.kv_cache_specs() == {
         "a": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16"),
-        "b": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16", sliding_window=7),
+        "b": SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16", sliding_window=7),
     }
 
 

@@ -21,6 +21,7 @@ from hardpoint.interfaces.kv_cache import (
     LayerSpec,
     spec_from_wire,
 )
+from hardpoint.interfaces.kv_cache_specs import SlidingWindowSpec
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, LogicalDevice, Platform, ThreadPlan
 from hardpoint.interfaces.plugin import PluginAccess, PluginContext, ProcessRole
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
@@ -171,9 +172,9 @@ def plan_kv(
 ) -> KVCacheConfig:
     """One group and one buffer for each distinct spec, all of ``num_blocks`` blocks (the null block included).
 
-    ``classes`` are the specs known by name, ``full_attention`` by default.
+    ``classes`` are the specs known by name, by default those of decoders with and without windows.
     """
-    known = classes or {FullAttentionSpec.kind: FullAttentionSpec}
+    known = classes or {spec.kind: spec for spec in (FullAttentionSpec, SlidingWindowSpec)}
     names: dict[Any, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.spec, []).append(layer.layer_name)

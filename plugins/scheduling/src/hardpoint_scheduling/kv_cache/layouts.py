@@ -123,14 +123,14 @@ class BlockOutermostLayout(PagedLayout):
         return records
 
 
-@plugin("kv_layout", capabilities={"mixed": True})
+@plugin("kv_layout", capabilities={"mixed": True, "windows": True})
 def create_layer_outermost(ctx: PluginContext, options: NoOptions) -> KVLayout:
     """Entry point ``layer_outermost``."""
     del options
     return LayerOutermostLayout(ctx.plugins)
 
 
-@plugin("kv_layout", capabilities={"mixed": True})
+@plugin("kv_layout", capabilities={"mixed": True, "windows": True})
 def create_block_outermost(ctx: PluginContext, options: NoOptions) -> KVLayout:
     """Entry point ``block_outermost``."""
     del options

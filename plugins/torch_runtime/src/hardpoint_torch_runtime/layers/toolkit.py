@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionLayerParams
-from hardpoint.interfaces.kv_cache import FullAttentionSpec, KVCacheSpec
+from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from hardpoint.interfaces.kv_dtypes import kv_storage
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers.activation import SiluAndMul
@@ -177,10 +179,15 @@ class LayerToolkit:
         if params.kind is not AttentionKind.DECODER:
             return None
         stored = self.config.kv_cache_dtype
-        return FullAttentionSpec(
-            block_size=self.config.block_size,
-            num_kv_heads=params.num_kv_heads,
-            head_size=params.head_size,
-            dtype=str(self.dtype).removeprefix("torch.") if stored == "auto" else stored,
-            sliding_window=params.sliding_window,
-        )
+        storage = kv_storage(str(self.dtype).removeprefix("torch.") if stored == "auto" else stored)
+        fields: dict[str, Any] = {
+            "block_size": self.config.block_size,
+            "num_kv_heads": params.num_kv_heads,
+            "head_size": params.head_size,
+            "dtype": storage.dtype,
+            "quantization": storage.quantization,
+            "scale_bytes": storage.scale_bytes,
+        }
+        if params.sliding_window is None:
+            return FullAttentionSpec(**fields)
+        return SlidingWindowSpec(**fields, sliding_window=params.sliding_window)
