@@ -123,7 +123,7 @@ class EncoderInputs(msgspec.Struct, frozen=True):
     """What media encoders do before the step's forward; all rows may use the outputs.
 
     ``rows`` int32 [N] index the step's rows and ``features`` int32 [N] the ``features`` of each row's request.
-    ``freed``: content hashes of outputs to drop first. All others are kept.
+    ``freed``: content hashes of outputs to drop first, where they are there. All others are kept.
     """
 
     rows: Int32Array

@@ -55,6 +55,7 @@ class Admission:
             return
         if self._sessions:
             self._wake_sessions()
+        answer: _Answer | None = None
         set_aside: list[LiveRequest] = []
         passed_over: list[tuple[LiveQueue, LiveRequest]] = []
         num_returning = self._num_returning() if state.pause is PauseMode.NEW else None
@@ -79,7 +80,25 @@ class Admission:
         # R3.62: ahead of those that were set aside in earlier steps, in their own order.
         for request in reversed(set_aside):
             state.skipped.prepend(request)
+        if answer is _Answer.NO_ROOM and not state.running.requests and not plan.admitted:
+            self._use_what_arrived(plan)
         state.running.extend(plan.admitted)
+
+    def _use_what_arrived(self, plan: StepPlan) -> None:
+        """Nobody runs, and the head of the queues finds no blocks: they are held by requests whose loads have ended.
+
+        One of these goes ahead of its turn, since its blocks are all it needs. New ones that a pause keeps out give
+        them back instead, for those that ran before.
+        """
+        state = self._state
+        for request_id in list(state.loads.arrived):
+            request = state.live[request_id]
+            if state.pause is PauseMode.NEW and not request.num_preemptions:
+                state.loads.drop(request_id, state.kv)
+            elif state.skipped.discard(request_id):
+                if self._try(request, plan) is _Answer.ADMITTED:
+                    return
+                state.skipped.prepend(request)
 
     def _has_place(self, plan: StepPlan) -> bool:
         """R3.61. Sessions that wait for their input keep the place they will need."""
@@ -156,6 +175,8 @@ class Admission:
         if num_new > room and not self._state.limits.chunked_prefill:
             return 0
         num_new = min(num_new, room)
+        if self._state.limits.chunked_prefill:
+            num_new = self._state.kv.aligned_end(start.num_computed, start.num_computed + num_new) - start.num_computed
         if self._state.encoder is None or not request.record.features:
             return num_new
         reserved = self._state.encoder.reserve(request, start.num_computed, num_new)
@@ -166,7 +187,7 @@ class Admission:
     ) -> Blocks | None:
         """The request's whole tables, None without a change when there is no room for it."""
         kv = self._state.kv
-        if start.holds_blocks:
+        if start.num_allocated:
             # Room for its tokens was kept while the load was under way, so no gate stands before it; with lookahead,
             # which was not counted, it could wait for others that wait for it.
             grown = kv.grow(request.request_id, start.num_computed + num_new)
@@ -208,7 +229,9 @@ class Admission:
         num_computed, end = start.num_computed, start.num_computed + num_new
         state.loads.arrived.pop(request.request_id, None)
         request.move_to(RequestStatus.RUNNING)
-        allocated = end if start.holds_blocks else state.kv.end_with_lookahead(end, lookahead)
+        allocated = (
+            max(end, start.num_allocated) if start.num_allocated else state.kv.end_with_lookahead(end, lookahead)
+        )
         capacity = state.kv.covered(allocated, end)
         slot = state.table.assign(request, num_computed, capacity)
         now = state.clock()
@@ -226,7 +249,7 @@ class Admission:
         if state.kv.prefix_caching:
             # At once, so that the next request admitted in this very step shares what this one computes.
             state.kv.enter_full_blocks(request.request_id, request.block_hashes, end)
-        state.extensions.after_allocation(request, blocks, 0 if start.holds_blocks else start.num_external)
+        state.extensions.after_allocation(request, blocks, 0 if start.num_allocated else start.num_external)
         self._record_hit(request, start.num_local)
 
     def _record_hit(self, request: LiveRequest, num_cached: int) -> None:

@@ -94,8 +94,7 @@ class EncoderPlanner:
             return
         beyond = [choice for choice in chosen if request.record.features[choice.feature].offset >= end]
         self._chosen[request.request_id] = [choice for choice in chosen if choice not in beyond]
-        for choice in beyond:
-            self._give_back(request, choice)
+        self._return_items(self._held[request.request_id], beyond)
 
     def watch(self, request: LiveRequest, slot: int, computed: int) -> None:
         """The request runs in ``slot`` from now on."""
@@ -128,9 +127,7 @@ class EncoderPlanner:
         held = self._held.pop(request.request_id, None)
         if held is None:
             return
-        for choice in self._chosen.pop(request.request_id, ()):
-            held.features.discard(choice.feature)
-            self._return_output(request, choice)
+        self._return_items(held, self._chosen.pop(request.request_id, []))
         self.cache.free(request.request_id)
         if held.slot is not None:
             self.watched[held.slot] = False
@@ -173,17 +170,17 @@ class EncoderPlanner:
         self._chosen.setdefault(request.request_id, []).append(_Choice(index, encodes))
         return True
 
-    def _give_back(self, request: LiveRequest, choice: _Choice) -> None:
-        self._held[request.request_id].features.discard(choice.feature)
-        self._return_output(request, choice)
-
-    def _return_output(self, request: LiveRequest, choice: _Choice) -> None:
-        """An item chosen in this step is not needed in it; another row that counts on its output encodes it instead."""
-        feature = request.record.features[choice.feature]
-        self.cache.free_item(request.request_id, feature.content_hash)
-        if choice.encodes and not self._pass_on(feature.content_hash):
-            self._left += EncoderItem.of(feature).num_embeddings
-            self._discard_idle(feature.content_hash)
+    def _return_items(self, held: _Held, choices: Sequence[_Choice]) -> None:
+        """Items chosen in this step are not needed in it; other rows that count on an output encode it instead."""
+        features = held.request.record.features
+        for choice in choices:
+            held.features.discard(choice.feature)
+            self.cache.free_item(held.request.request_id, features[choice.feature].content_hash)
+        for choice in choices:
+            feature = features[choice.feature]
+            if choice.encodes and not self._pass_on(feature.content_hash):
+                self._left += EncoderItem.of(feature).num_embeddings
+                self._discard_idle(feature.content_hash)
 
     def _pass_on(self, content_hash: str) -> bool:
         for request_id, chosen in self._chosen.items():

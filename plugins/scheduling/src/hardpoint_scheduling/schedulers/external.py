@@ -13,14 +13,14 @@ from hardpoint_scheduling.schedulers.state import SchedulerState
 class Start:
     """``num_computed`` tokens need no computation: those of ``hit``, then ``num_external`` (R3.70).
 
-    ``asynchronous``: the external ones arrive later. ``holds_blocks``: the request has its blocks already, from a load
-    that ended; then ``num_local`` says how much of it was cached.
+    ``asynchronous``: the external ones arrive later. ``num_allocated``: tokens for which the request has its blocks
+    already, from a load that ended. ``num_local``: how much of the computed part was cached.
     """
 
     hit: PrefixHit
     num_external: int
     asynchronous: bool = False
-    holds_blocks: bool = False
+    num_allocated: int = 0
     num_local: int = 0
 
     @property
@@ -51,7 +51,9 @@ def find_start(state: SchedulerState, request: LiveRequest) -> Start | None:
     kv = state.kv
     arrival = state.loads.arrived.get(request.request_id)
     if arrival is not None:
-        return Start(kv.no_hit(), arrival.num_computed, holds_blocks=True, num_local=arrival.num_local)
+        return Start(
+            kv.no_hit(), arrival.num_computed, num_allocated=arrival.num_allocated, num_local=arrival.num_local
+        )
     if not request.reads_prefix_cache:
         return Start(kv.no_hit(), 0)
     hit = kv.find_prefix(request.block_hashes, request.num_tokens)

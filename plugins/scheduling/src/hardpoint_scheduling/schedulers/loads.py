@@ -20,10 +20,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a request has once its transfer ended: the KV of ``num_computed`` tokens, ``num_local`` of them cached."""
+    """What a request has once its transfer ended: the KV of ``num_computed`` tokens, ``num_local`` of them cached, in
+    blocks for ``num_allocated``, which are more where a part did not arrive.
+    """
 
     num_computed: int
     num_local: int
+    num_allocated: int
 
 
 @dataclass(slots=True)

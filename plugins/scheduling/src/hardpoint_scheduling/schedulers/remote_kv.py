@@ -47,7 +47,7 @@ class RemoteKV:
                 f"request {request_id}: {num_loaded} tokens are said to be loaded, {load.num_external} were to be"
             )
         del state.loads.under_way[request_id]
-        arrival = Arrival(load.num_local + num_loaded, load.num_local)
+        arrival = Arrival(load.num_local + num_loaded, load.num_local, load.num_local + load.num_external)
         state.loads.arrived[request_id] = arrival
         request = load.request
         if result.error is not None:
