@@ -24,7 +24,6 @@ from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, ModelSou
 from hardpoint.interfaces.platform import EngineSettings, Platform
 from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.scheduler import SchedulerLimits
-from hardpoint.interfaces.tokenizer import TokenizerProvider
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.hooks import HookRunner
@@ -198,40 +197,36 @@ def _describe_model(runtime: PluginRuntime, engine: EngineConfig, artifact: Mode
     for name, loader in _create_each(runtime, "weight_loader", engine.model.loader, WeightLoaderContext):
         if engine.model.loader or loader.accepts(artifact):
             return name, loader.describe(artifact)
-    raise ModelFormatError(
-        f"{artifact.root}: no weight loader accepts these files ({', '.join(artifact.files[:8])}); "
-        f"asked: {', '.join(runtime.names('weight_loader'))}; "
-        "give a folder with config.json and *.safetensors, or a .gguf file"
-    )
+    fault = f"no weight loader accepts these files ({', '.join(artifact.files[:8])})"
+    advice = "give a folder with config.json and *.safetensors, or a .gguf file"
+    raise _unreadable(runtime, "weight_loader", artifact, fault, advice)
 
 
 def _find_tokenizer(runtime: PluginRuntime, artifact: ModelArtifact) -> str:
-    provider: TokenizerProvider
     for name, provider in _create_each(runtime, "tokenizer"):
         if provider.accepts(artifact):
             return name
-    raise ModelFormatError(
-        f"{artifact.root}: no tokenizer found for {artifact.name!r} (asked: {', '.join(runtime.names('tokenizer'))}); "
-        "a folder needs tokenizer.json beside its weights, a GGUF file its own vocabulary"
-    )
+    advice = "a folder needs tokenizer.json beside its weights, a GGUF file its own vocabulary"
+    raise _unreadable(runtime, "tokenizer", artifact, f"no tokenizer found for {artifact.name!r}", advice)
+
+
+def _unreadable(
+    runtime: PluginRuntime, kind: str, artifact: ModelArtifact, fault: str, advice: str
+) -> ModelFormatError:
+    return ModelFormatError(f"{artifact.root}: {fault}; asked: {', '.join(runtime.names(kind))}; {advice}")
+
+
+def _flat(engine: EngineConfig) -> dict[str, Any]:
+    """Settings by name; records made of them take those that they have a field for."""
+    return {**engine.execution.model_dump(), **engine.scheduler.model_dump(), **engine.cache.model_dump()}
 
 
 def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> EngineSettings:
     """Let the platform fill what the user left open, and refuse what cannot be."""
     platform: Platform = runtime.platform  # type: ignore[assignment]
-    settings = EngineSettings(
-        executor=engine.execution.executor,
-        dtype=None if engine.model.dtype == "auto" else engine.model.dtype,
-        kv_cache_dtype=None if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype,
-        block_size=engine.cache.block_size,
-        attention_backend=engine.execution.attention_backend,
-        world_size=engine.execution.world_size,
-        max_num_seqs=engine.scheduler.max_num_seqs,
-        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        kv_cache_bytes=engine.cache.kv_cache_memory,
-        architecture=info.architecture,
-        model=dict(info.config),
-    )
+    facts = {"architecture": info.architecture, "model": info.config, "kv_cache_bytes": engine.cache.kv_cache_memory}
+    given = {**_flat(engine), "dtype": engine.model.dtype}
+    settings = msgspec.convert({key: given[key] for key in given if given[key] != "auto"} | facts, EngineSettings)
     platform.check_and_update(settings)
     if not settings.worker:
         raise ConfigError(f"platform {platform.name!r} set no worker; its check_and_update must name one")
@@ -293,11 +288,9 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
         "max_num_seqs": settings.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
         "max_num_batched_tokens": settings.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
         "max_model_len": wanted or info.max_position,
-        "prefix_caching": engine.cache.prefix_caching,
-        "kv_events": engine.cache.kv_events,
         "max_inflight_steps": 2 if engine.scheduler.async_scheduling else 1,
     }
-    return msgspec.convert({**engine.scheduler.model_dump(), **settled}, SchedulerLimits)
+    return msgspec.convert({**_flat(engine), **settled}, SchedulerLimits)
 
 
 def _worker_config(
@@ -311,18 +304,15 @@ def _worker_config(
 ) -> WorkerConfig:
     platform: Platform = runtime.platform  # type: ignore[assignment]
     world_size = engine.execution.world_size
-    settled = msgspec.structs.asdict(settings)
-    chosen = ("dtype", "kv_cache_dtype", "block_size", "kv_cache_bytes", "attention_backend")
-    return WorkerConfig(
-        model=info,
-        threads=platform.thread_plan(world_size, environ),
-        parallel=ParallelSlice(world_size=world_size),
-        quantization=engine.model.quantization,
-        show_progress=show_progress,
-        **{name: settled[name] for name in chosen},
-        **{name: getattr(limits, name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
-        **engine.execution.model_dump(include={"compiler", "batch_invariant", "seed"}),
-    )
+    settled = {**_flat(engine), **msgspec.structs.asdict(settings), **msgspec.structs.asdict(limits)}
+    own = {
+        "model": info,
+        "threads": platform.thread_plan(world_size, environ),
+        "parallel": ParallelSlice(world_size=world_size),
+        "quantization": engine.model.quantization,
+        "show_progress": show_progress,
+    }
+    return msgspec.convert(settled | own, WorkerConfig)
 
 
 def _read_template(path: str | None) -> str | None:

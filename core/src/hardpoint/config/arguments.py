@@ -33,14 +33,6 @@ class _Flag:
     info: FieldInfo
 
     @property
-    def option(self) -> str:
-        return "--" + self.field.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "HARDPOINT_" + self.field.upper()
-
-    @property
     def annotation(self) -> Any:
         """The field's type without ``None``."""
         annotation = self.info.annotation
@@ -55,10 +47,6 @@ class _Flag:
     @property
     def is_switch(self) -> bool:
         return self.annotation is bool
-
-    @property
-    def choices(self) -> list[str] | None:
-        return list(get_args(self.annotation)) if get_origin(self.annotation) is Literal else None
 
 
 def _flags(with_server: bool) -> Iterator[_Flag]:
@@ -88,8 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_server: bool) -> None
         elif flag.is_list:
             settings.update(action="append", metavar="VALUE")
         else:
-            settings.update(choices=flag.choices, metavar=None if flag.choices else "VALUE")
-        group.add_argument(flag.option, **settings)
+            choices = list(get_args(flag.annotation)) if get_origin(flag.annotation) is Literal else None
+            settings.update(choices=choices, metavar=None if choices else "VALUE")
+        group.add_argument("--" + flag.field.replace("_", "-"), **settings)
     add = parser.add_argument_group("plugins").add_argument
     # To argparse, an option that is spelt like this as a whole goes before -h and its value.
     text = "list the options of installed plugins"
@@ -122,12 +111,13 @@ def _given(flag: _Flag, arguments: argparse.Namespace, environ: Mapping[str, str
     value = getattr(arguments, f"setting:{flag.section}:{flag.field}", None)
     if value is not None and flag.field in _COMMA_LISTS:
         value = tuple(part.strip() for given in value for part in given.split(",") if part.strip())
-    if value is not None or flag.variable not in environ:
+    variable = "HARDPOINT_" + flag.field.upper()
+    text = environ.get(variable)
+    if value is not None or text is None:
         return value
-    text = environ[flag.variable]
     if flag.is_list:
         return parse_names(text)
-    return parse_flag(flag.variable, text) if flag.is_switch else text
+    return parse_flag(variable, text) if flag.is_switch else text
 
 
 def _read_file(path: str | None) -> dict[str, Any]:
