@@ -125,6 +125,15 @@ def test_sizes_are_positive(fields: dict[str, int]) -> None:
         full(**fields)
 
 
+def test_full_attention_records_how_the_layer_looks_back() -> None:
+    """R1.27: a window or a chunk size, neither of which changes pages or bounds."""
+    assert (full().sliding_window, full().chunk_size) == (None, None)
+    for spec in (full(sliding_window=64), full(chunk_size=64)):
+        assert spec != full()
+        assert spec.page_size_bytes == full().page_size_bytes
+        assert spec.max_blocks(1000, 7) == full().max_blocks(1000, 7)
+
+
 def test_latent_pages() -> None:
     """R1.30, R1.31, P1.6: one latent, no values; pages end at multiples of the alignment."""
     fields: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": "bfloat16"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hardpoint_scheduling
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     AttentionSpec,
@@ -20,11 +18,14 @@ from hardpoint.interfaces import (
     HashContext,
     KVCacheSpec,
     KVSpecRegistration,
+    MixedSizeSpec,
     NoOptions,
     PluginContext,
     SchedulerContext,
 )
 from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint_scheduling.kv_cache.block_pool import BlockPool
+from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager, create
 from hardpoint_scheduling.kv_cache.hashing import create_sha256
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry, load_registry
@@ -103,6 +104,7 @@ def test_a_subclass_needs_no_registration() -> None:
 
 
 def test_only_what_differs_is_registered() -> None:
+    """R1.60, R1.61: a class leads to its manager and its grouping base."""
     registry = SpecRegistry()
     registry.register(KVSpecRegistration(Compressed, StateManager, grouping_base=AttentionSpec))
     assert registry.manager_for(Compressed) is StateManager
@@ -119,6 +121,40 @@ def test_the_role_of_a_group_wins_over_its_class() -> None:
     assert registry.manager_for(FullAttentionSpec, role="target") is FullAttentionManager
     with pytest.raises(ConfigError, match="'draft' already has the manager StateManager"):
         registry.register_role("draft", FullAttentionManager)
+
+
+def test_a_plugin_may_bring_the_manager_of_a_role() -> None:
+    """R1.60, R1.62: the second map, filled by the same registration."""
+    draft = KVSpecRegistration(State, StateManager, roles=("draft",))
+    registry = load_registry(
+        FakePlugins(state=draft, full_attention=create(CONTEXT, NoOptions())), ["full_attention", "state"]
+    )
+    assert registry.manager_for(FullAttentionSpec, role="draft") is StateManager
+    assert registry.manager_for(FullAttentionSpec, role="") is FullAttentionManager
+    with pytest.raises(ConfigError, match="'draft' already has the manager StateManager"):
+        registry.register(KVSpecRegistration(Compressed, FullAttentionManager, roles=("draft",)))
+
+
+def test_layers_of_mixed_size_get_the_manager_of_their_kind() -> None:
+    """R1.36, R1.61: the wrapper is no kind of its own; what it wraps decides, and is checked."""
+    registry = SpecRegistry()
+    mixed = MixedSizeSpec.of([spec(), spec(num_kv_heads=3)])
+    registry.check({"group": mixed})
+    manager = registry.manager_for(type(mixed))(BlockPool(9), 0, mixed)
+    assert isinstance(manager, FullAttentionManager)
+    assert len(manager.allocate("a", 9)) == 3
+    with pytest.raises(ConfigError, match="layer 'group': KV cache spec type State has no manager"):
+        registry.check({"group": MixedSizeSpec.of([State(block_size=4), State(block_size=4)])})
+
+
+def test_a_manager_serves_its_role_in_the_scheduler() -> None:
+    """R1.62: whatever the group's spec."""
+    plan = kv_config(9, 4, 4)
+    groups = tuple(msgspec.structs.replace(g, role=role) for g, role in zip(plan.groups, ("", "draft"), strict=True))
+    registry = SpecRegistry()
+    registry.register_role("draft", StateManager)
+    kv = KVCoordinator(msgspec.structs.replace(plan, groups=groups), registry, max_model_len=8)
+    assert [type(group.manager) for group in kv._groups] == [FullAttentionManager, StateManager]
 
 
 def test_equal_registration_is_silent_and_a_conflict_names_both_sides() -> None:
@@ -197,15 +233,6 @@ def test_the_scheduler_gets_managers_and_hash_through_plugin_access() -> None:
     assert isinstance(scheduler, BatchScheduler)
     assert type(scheduler._state.kv._groups[0].manager) is StateManager
     assert access.asked == [("kv_cache_spec", "full_attention"), ("hash", "sha256")]
-
-
-def test_page_bytes_are_computed_in_the_spec_only() -> None:
-    """P1.3: no source file here knows what a page is made of."""
-    root = Path(hardpoint_scheduling.__file__).parent
-    for path in root.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for word in ("head_size", "num_kv_heads", "content_bytes", "states_per_block", "DTYPE_BYTES"):
-            assert word not in text, f"{path.name} uses {word}"
 
 
 def _subclass(name: str, parent: type[KVCacheSpec]) -> type[KVCacheSpec]:
