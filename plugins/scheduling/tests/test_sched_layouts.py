@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     BlockSizeRule,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     KVPlanRequest,
+    MambaCacheMode,
     MambaSpec,
     MixedSizeSpec,
     MLASpec,
@@ -29,6 +32,7 @@ from hardpoint.interfaces import (
     spec_from_wire,
 )
 from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.grouping import merge_specs
 from hardpoint_scheduling.kv_cache.layouts import (
     BlockOutermostLayout,
@@ -37,6 +41,7 @@ from hardpoint_scheduling.kv_cache.layouts import (
     create_block_outermost,
     create_layer_outermost,
 )
+from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 from sched_support import spec
 
 LAYOUTS = (LayerOutermostLayout, BlockOutermostLayout)
@@ -333,3 +338,37 @@ def test_pages_of_one_group_never_overlap(
                 assert start + granted[name].page_size_bytes <= tensor.size
                 assert not cells.any()
                 cells[:] = True
+
+
+KINDS: tuple[KVCacheSpec, ...] = (
+    spec(),
+    spec(8),
+    windowed(5),
+    windowed(9, 8),
+    ChunkedLocalAttentionSpec(**USUAL, chunk_size=8),
+    MambaSpec(block_size=4, shapes=((1,),), dtypes=("float32",)),
+    MambaSpec(block_size=8, shapes=((2,),), dtypes=("int8",), mode=MambaCacheMode.ALL, num_speculative_blocks=1),
+    CrossAttentionSpec(**USUAL, max_encoder_tokens=9),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
+    longest=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_what_start_up_sizing_accepts_is_admitted_at_run_time(
+    layers: list[KVCacheSpec], longest: int, batch: int, layout: type[PagedLayout]
+) -> None:
+    """R1.35: with exactly as many blocks as the refusal of a smaller pool names, the longest sequence fits."""
+    wish = KVPlanRequest({f"l{i}": one for i, one in enumerate(layers)}, 0, longest, batch, num_blocks=1)
+    with pytest.raises(ConfigError) as caught:
+        layout().plan(wish)
+    needed = int(re.findall(r"--num-kv-blocks (\d+) or more", str(caught.value))[0])
+    config = layout().plan(replace(wish, num_blocks=needed))
+    kv = KVCoordinator(config, SpecRegistry(), max_model_len=longest, max_in_flight_tokens=batch)
+    assert kv.largest_sequence == longest
+    with pytest.raises(ConfigError):
+        layout().plan(replace(wish, num_blocks=needed - 1))

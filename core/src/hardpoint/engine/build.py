@@ -68,22 +68,22 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
     kinds = {layer.spec.kind for layer in layers}
     classes = {kind: runtime.make("kv_cache_spec", kind).spec_class for kind in sorted(kinds)}
     layout: KVLayout = runtime.make("kv_layout", spec.kv_layout)
-    longest, block_size = spec.limits.max_model_len, spec.worker_config.block_size
+    longest, wished = spec.limits.max_model_len, {x.layer_name: spec_from_wire(x.spec, classes) for x in layers}
+    in_flight = spec.limits.max_num_batched_tokens * spec.limits.max_inflight_steps
     config = layout.plan(
         KVPlanRequest(
-            specs={layer.layer_name: spec_from_wire(layer.spec, classes) for layer in layers},
+            specs=wished,
             budget_bytes=executor.kv_cache_budget(),
             max_model_len=longest,
-            max_num_batched_tokens=spec.limits.max_num_batched_tokens,
+            max_num_batched_tokens=in_flight,
             num_blocks=spec.num_blocks,
             roles={layer.layer_name: layer.role for layer in layers if layer.role},
             hybrid=spec.hybrid_kv_cache,
             block_size_rules=spec.block_size_rules,
         )
     )
-    tokens = (config.num_blocks - 1) * block_size
-    _logger.info(
-        "KV cache: %d blocks of %d tokens, %d tokens in all; %.1f requests of the full %d tokens at once",
-        *(config.num_blocks - 1, block_size, tokens, tokens / longest, longest),
-    )
+    granted, usable = config.layer_specs(wished), config.num_blocks - 1
+    held = sum(granted[group.layer_names[0]].max_blocks(longest, in_flight) for group in config.groups)
+    text = "KV cache: %d blocks, %d groups of layers; room for %.1f requests of the full %d tokens at once"
+    _logger.info(text, usable, len(config.groups), usable / max(held, 1), longest)
     return config

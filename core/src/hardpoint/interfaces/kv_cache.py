@@ -101,6 +101,7 @@ class KVLayout(ABC):
 class KVPlanRequest:
     """``budget_bytes`` per worker; ``num_blocks`` overrides the division when set; ``specs`` by layer in model order.
 
+    ``max_num_batched_tokens``: most tokens of one sequence that steps under way compute, a batch for each step.
     ``roles`` are those of layers that have one. ``hybrid`` False: all layers share one block table, so that those with
     a window hold the blocks of all tokens (R1.28). ``block_size_rules``: sizes that attention backends accept, by
     backend, for layouts that enlarge blocks.
