@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
 
 import msgspec
 import pytest
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
     KVCacheTensor,
     KVLayout,
     KVPlanRequest,
+    SlidingWindowSpec,
     spec_to_wire,
 )
 from hardpoint.testing.kv_layout_suite import KVLayoutSuite
@@ -67,6 +71,28 @@ class TestOneByOne(make_suite(OneByOne)):  # type: ignore[misc]
     pass
 
 
+class OneTable(OneByOne):
+    """On request one group for all, whose windows are those of layers that hold every token."""
+
+    def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        config = super().plan(request)
+        if request.hybrid:
+            return config
+        return msgspec.structs.replace(config, groups=(self.whole(request.specs),))
+
+    def whole(self, specs: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
+        full = next(spec for spec in specs.values() if isinstance(spec, FullAttentionSpec))
+        return KVCacheGroup(tuple(specs), spec_to_wire(msgspec.structs.replace(full, sliding_window=6)))
+
+
+class WindowsSuite(make_suite(OneTable)):  # type: ignore[misc]
+    windows: ClassVar[bool] = True
+
+
+class TestOneTable(WindowsSuite):
+    pass
+
+
 class Overlaps(OneByOne):
     """Pages lie closer than they are large."""
 
@@ -102,7 +128,46 @@ class NeverRefuses(OneByOne):
         return max(super().count(request), 9)
 
 
+class IgnoresTheSetting(OneTable):
+    def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        return super().plan(replace(request, hybrid=True))
+
+
+class AlwaysOneTable(OneTable):
+    """Windowed layers get the blocks of all tokens although nobody asked."""
+
+    def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        config = super().plan(request)
+        if len(set(request.specs.values())) == 1:
+            return config
+        full = next(spec for spec in request.specs.values() if isinstance(spec, FullAttentionSpec))
+        return msgspec.structs.replace(config, groups=(KVCacheGroup(tuple(request.specs), spec_to_wire(full)),))
+
+
+class KeepsWindows(OneTable):
+    """One group, but it would not hold the blocks that its full layers need."""
+
+    def whole(self, specs: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
+        window = next(spec for spec in specs.values() if isinstance(spec, SlidingWindowSpec))
+        return KVCacheGroup(tuple(specs), spec_to_wire(window))
+
+
+class HalvesBlocks(OneByOne):
+    """Workers asked for larger blocks."""
+
+    def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        halved = {
+            name: msgspec.structs.replace(spec, block_size=max(spec.block_size // 2, 1))
+            for name, spec in request.specs.items()
+        }
+        return super().plan(replace(request, specs=halved))
+
+
 MUTANTS: dict[type[KVLayout], str] = {
+    IgnoresTheSetting: "test_windowed_layers",
+    AlwaysOneTable: "test_windowed_layers",
+    KeepsWindows: "test_windowed_layers",
+    HalvesBlocks: "test_plans_are_sound",
     Overlaps: "test_plans_are_sound",
     TooSmall: "test_plans_are_sound",
     ForgetsALayer: "test_plans_are_sound",
@@ -114,4 +179,6 @@ MUTANTS: dict[type[KVLayout], str] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_fails(mutant: type[KVLayout]) -> None:
-    assert MUTANTS[mutant] in run_suite(make_suite(mutant), only=MUTANTS[mutant]).failed
+    suite = make_suite(mutant)
+    suite.windows = issubclass(mutant, OneTable)
+    assert MUTANTS[mutant] in run_suite(suite, only=MUTANTS[mutant]).failed
