@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from fractions import Fraction
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockSizeRule
-from hardpoint_scheduling.kv_cache.alignment import PageSize, align, align_dtypes, align_hybrid
+from hardpoint.interfaces import BlockSizeRule, FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec
+from hardpoint_scheduling.kv_cache.alignment import PageSize, align, align_dtypes, align_hybrid, equal_pages
 
 RULES = st.builds(BlockSizeRule, st.integers(1, 8), st.lists(st.integers(1, 90), max_size=3).map(tuple)) | st.builds(
     BlockSizeRule, st.none(), st.lists(st.integers(1, 90), min_size=1, max_size=4).map(tuple)
@@ -98,3 +101,73 @@ def test_the_result_equals_a_search(
     assert result.used_bytes == third * per_token
     assert result.page_bytes >= max(state, other, result.used_bytes)
     assert all(rule.accepts(result.block_size) for rule in rules)
+
+
+USUAL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": "float16"}
+LAYERS = st.one_of(
+    st.builds(
+        FullAttentionSpec,
+        block_size=st.sampled_from([8, 16, 24]),
+        num_kv_heads=st.integers(1, 3),
+        head_size=st.sampled_from([4, 6]),
+        dtype=st.sampled_from(["float16", "int8"]),
+        tokens_per_state=st.sampled_from([1, 2, 4, Fraction(1, 2)]),
+    ),
+    st.builds(
+        MLASpec,
+        block_size=st.sampled_from([8, 16]),
+        num_kv_heads=st.just(1),
+        head_size=st.integers(3, 9),
+        dtype=st.just("bfloat16"),
+        alignment=st.sampled_from([None, 32, 48]),
+    ),
+    st.builds(
+        MambaSpec,
+        block_size=st.sampled_from([16, 64]),
+        shapes=st.tuples(st.tuples(st.integers(1, 300))),
+        dtypes=st.just(("float32",)),
+    ),
+)
+
+
+@given(st.lists(LAYERS, min_size=1, max_size=6), st.sampled_from([1, 8, 16]))
+def test_all_pages_become_equal_and_none_loses_room(layers: list[KVCacheSpec], multiple: int) -> None:
+    """R12.40, R12.41, R1.48, I1.3, P1.6: whatever the mixture; blocks only grow, and stay what backends accept."""
+    specs = {f"l{i}": one for i, one in enumerate(layers)}
+    result = equal_pages(specs, {"some": BlockSizeRule(multiple_of=multiple)})
+    assert list(result) == list(specs)
+    (page,) = {one.page_size_bytes for one in result.values()}
+    sizes = {one.block_size for one in specs.values()}
+    for name, one in result.items():
+        before = specs[name]
+        assert type(one) is type(before)
+        assert page >= before.page_size_bytes
+        assert one.block_size >= before.block_size
+        if one.block_size != before.block_size:
+            assert one.block_size % multiple == 0
+        if isinstance(one, MLASpec) and one.alignment:
+            assert page % one.alignment == 0
+        same = msgspec.structs.replace(before, block_size=one.block_size, padded_page_size=one.padded_page_size)
+        assert one == same, "alignment changes block sizes and padding, nothing else"
+    if len({one.page_size_bytes for one in specs.values()}) == 1:
+        assert result == specs
+    assert len({one.block_size for one in result.values()} - sizes) <= 1, "only the main layers' blocks grow"
+
+
+def test_blocks_stay_multiples_of_those_that_keep_their_size() -> None:
+    """R12.41, R11.24: else hashes would have to be as fine as one token. Whole states are kept as well (R1.23)."""
+    main = FullAttentionSpec(**USUAL, tokens_per_state=8)
+    other = FullAttentionSpec(**{**USUAL, "block_size": 24, "head_size": 8, "num_kv_heads": 1}, tokens_per_state=1)
+    specs: dict[str, KVCacheSpec] = {"a": main, "b": main, "c": other}
+    result = equal_pages(specs, {"any": BlockSizeRule(multiple_of=1)})
+    assert result["c"] == other
+    assert result["a"].block_size == result["b"].block_size
+    assert result["a"].block_size % 24 == result["a"].block_size % 8 == 0
+    assert result["a"].page_size_bytes == other.page_size_bytes == 768
+
+
+def test_recurrent_layers_alone_are_padded() -> None:
+    """R12.40: no block size changes their pages."""
+    small, large = (MambaSpec(block_size=16, shapes=((n,),), dtypes=("float32",)) for n in (3, 10))
+    result = equal_pages({"a": small, "b": large}, {})
+    assert result == {"a": msgspec.structs.replace(small, padded_page_size=40), "b": large}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import (
     AttentionBackend,
     AttentionImpl,
@@ -19,6 +20,7 @@ from hardpoint.interfaces.attention import (
     KVWriteMode,
 )
 from hardpoint.interfaces.kv_cache_specs import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from hardpoint.interfaces.kv_dtypes import KVQuantization
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
@@ -180,6 +182,20 @@ def test_the_cache_may_have_its_own_dtype() -> None:
     spec = tools.attention("a", num_heads=4, num_kv_heads=2, head_size=8, scale=1.0).spec
     assert isinstance(spec, AttentionSpec)
     assert spec.dtype == "float16"
+
+
+def test_a_quantized_cache_is_resolved_from_its_name_once() -> None:
+    """R1.25, R1.67: the spec holds the storage dtype, the mode for kernels and the bytes of scales, never the name."""
+    spec = (
+        toolkit(kv_cache_dtype="int8_per_token_head")
+        .attention("a", num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
+        .spec
+    )
+    assert isinstance(spec, AttentionSpec)
+    assert (spec.dtype, spec.quantization) == ("int8", KVQuantization.PER_TOKEN_HEAD)
+    assert spec.content_bytes == 2 * 8 + 8
+    with pytest.raises(ConfigError, match="'int3' is unknown; allowed: .*fp8, "):
+        toolkit(kv_cache_dtype="int3").attention("a", num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
 
 
 def test_layer_names_are_unique() -> None:

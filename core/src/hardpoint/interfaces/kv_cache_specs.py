@@ -306,7 +306,7 @@ class WireSpec(msgspec.Struct, frozen=True):
     def granted(self, wished: KVCacheSpec, layer: int) -> KVCacheSpec:
         """``wished`` by a group's layer number ``layer``, with the block size and the padding that this spec has."""
         fields = msgspec.msgpack.decode(self.parts[layer].fields if self.parts else self.fields)
-        sizes = {name: fields[name] for name in KVCacheSpec.__struct_fields__}
+        sizes = {name: fields.get(name) for name in KVCacheSpec.__struct_fields__}
         return msgspec.structs.replace(wished, **sizes)
 
 
