@@ -18,6 +18,7 @@ from hardpoint_scheduling.kv_cache.records import Growth as Growth
 from hardpoint_scheduling.kv_cache.records import PrefixHit as PrefixHit
 from hardpoint_scheduling.kv_cache.records import Segments as Segments
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
+from hardpoint_scheduling.kv_cache.tails import PartialTails
 
 Admission = Sequence[tuple[KVGroup, Sequence[int]]]
 """Per group, the positions of its table that a request takes over when it is admitted."""
@@ -34,9 +35,13 @@ class KVCoordinator:
         max_model_len: int,
         prefix_caching: bool = True,
         max_in_flight_tokens: int = UNLIMITED_TOKENS,
+        match_unit: int | None = None,
+        tail_unit: int | None = None,
     ) -> None:
         """``max_in_flight_tokens``: most tokens of one request that steps under way compute, lookahead included; what
-        groups hold besides a window or state depends on it.
+        groups hold besides a window or state depends on it. ``match_unit``: tokens per hash where groups differ.
+        ``tail_unit``: tokens per hash of the only group, in whose blocks a prefix may then end at any multiple of it;
+        :meth:`take_block_copies` says what workers have to copy for that (None: whole blocks).
 
         Raises ``ConfigError`` when a group's spec has no manager or its block size does not fit the others.
         """
@@ -50,11 +55,12 @@ class KVCoordinator:
             registry.manager_for(type(spec), group.role)(self.pool, index, spec)
             for index, (group, spec) in enumerate(zip(config.groups, specs, strict=True))
         ]
-        self._groups, self.hash_block_size = build_groups(specs, managers)
+        self._groups, self.hash_block_size = build_groups(specs, managers, match_unit, tail_unit)
         self.prefix_caching = prefix_caching and bool(specs) and all(m.caches_prefixes for m in managers)
         self._releasing = tuple(group.manager for group in self._groups if group.releases)
         # R1.33: a step that ends between block ends leaves no state to find.
         self.step_alignment = lcm(*(g.block_size for g in self._groups if g.finds_step_ends and self.prefix_caching))
+        self._tails = PartialTails(self.pool, self._groups) if self.prefix_caching and tail_unit is not None else None
         self._late_groups = tuple(group for group in self._groups if group.is_late)
         # Blocks that the current step fills and that others find after it: request, its hashes, its length.
         self._late: dict[str, list[tuple[Sequence[BlockHash], int]]] = {}
@@ -100,10 +106,15 @@ class KVCoordinator:
         return min(max(end, min(end + lookahead, self._largest_fit)), self.max_model_len)
 
     def find_prefix(self, hashes: Sequence[BlockHash], num_tokens: int) -> PrefixHit:
-        """The longest prefix cached in every group, in whole blocks and at most ``num_tokens - 1`` tokens (R3.91)."""
+        """The longest prefix cached in every group, at most ``num_tokens - 1`` tokens (R3.91), in whole blocks unless
+        there is a tail unit."""
         if not self.prefix_caching:
             return self.no_hit()
-        return longest_prefix(self._groups, hashes, num_tokens - 1)
+        hit = longest_prefix(self._groups, hashes, num_tokens - 1)
+        tail = None if self._tails is None else self._tails.find(hashes, hit.num_tokens, num_tokens - 1)
+        if tail is None:
+            return hit
+        return PrefixHit(hit.num_tokens + tail[1], ([*hit.blocks[0], tail[0]],), tail[1])
 
     def aligned_end(self, computed: int, end: int) -> int:
         """Where a step that goes on from ``computed`` had better stop at the latest ``end``: at the last block end of
@@ -126,7 +137,7 @@ class KVCoordinator:
         end = self.end_with_lookahead(computed + max(segments.new, 0), segments.lookahead)
         admission: Admission = [
             (group, without_skipped(blocks, group.manager.num_skipped_blocks(computed)))
-            for group, blocks in zip(self._groups, hit.blocks, strict=True)
+            for group, blocks in zip(self._groups, hit.without_tail().blocks, strict=True)
         ]
         needed = self._needed_to_admit(request_id, admission, segments, end, gates)
         idle = sum(self.pool.count_idle(blocks) for _, blocks in admission)
@@ -140,6 +151,8 @@ class KVCoordinator:
                 # What is loaded needs its own positions, also where a step that computed it would leave them out.
                 self._note_new(group, group.manager.allocate(request_id, computed))
             self._note_new(group, group.manager.allocate(request_id, self._tokens_to_admit(group, segments, end)))
+        if hit.num_tail_tokens and self._tails is not None:
+            self._tails.copy(hit.blocks[0][-1], request_id, len(hit.blocks[0]) - 1)
         self._holders[request_id] = None
         return self.block_ids(request_id)
 
@@ -220,6 +233,11 @@ class KVCoordinator:
         taken, self._to_zero = self._to_zero, []
         return taken
 
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """Source and destination block of every copy since the last call. Workers make them in this order, before they
+        clear or write anything (R3.64)."""
+        return [] if self._tails is None else self._tails.take_copies()
+
     def begin_step(self) -> None:
         """To be called before a step is planned: what the one before fills can be found from now on."""
         for request_id in list(self._late):
@@ -233,7 +251,8 @@ class KVCoordinator:
         self, request_ids: Sequence[str], hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
     ) -> None:
         """:meth:`enter_full_blocks` for many requests, each with its hashes."""
-        for request_id, of_request, end in zip(request_ids, hashes, ends, strict=True) if self._late_groups else ():
+        late = self._late_groups or self._tails
+        for request_id, of_request, end in zip(request_ids, hashes, ends, strict=True) if late else ():
             self._late.setdefault(request_id, []).append((of_request, end))
         if self.pool.log is not None:
             # Request by request, so that the log knows whose block each is.
@@ -339,6 +358,8 @@ class KVCoordinator:
                 self.pool.log.entering(request_id, hashes)
             for group in self._late_groups:
                 group.manager.cache_full_blocks(request_id, group.hashes(hashes), num_tokens)
+            if self._tails is not None:
+                self._tails.enter(request_id, hashes, num_tokens)
 
     def _shared_lead(self, blocks: Sequence[int], holders: int) -> int:
         count = 0

@@ -92,13 +92,22 @@ class KVGroup:
         return self.spec.max_blocks(num_tokens, min(num_tokens, max_in_flight_tokens))
 
 
-def build_groups(specs: Sequence[KVCacheSpec], managers: Sequence[KVCacheManager]) -> tuple[tuple[KVGroup, ...], int]:
+def build_groups(
+    specs: Sequence[KVCacheSpec],
+    managers: Sequence[KVCacheManager],
+    match_unit: int | None = None,
+    tail_unit: int | None = None,
+) -> tuple[tuple[KVGroup, ...], int]:
     """The groups and the number of tokens per hash (R11.24): groups without prefixes have no say in it.
+
+    ``match_unit``: what the operator wants it to be where several groups have one. ``tail_unit``: what it is where
+    prefixes may end inside blocks.
 
     Raises ``ConfigError`` for block sizes that do not go together.
     """
     sizes = [tokens_per_block(spec) for spec in specs]
-    hash_size = hash_block_size([size for size, m in zip(sizes, managers, strict=True) if m.caches_prefixes])
+    cacheable = [size for size, manager in zip(sizes, managers, strict=True) if manager.caches_prefixes]
+    hash_size = hash_block_size(cacheable, match_unit) if tail_unit is None else tail_unit
     groups = tuple(
         KVGroup(
             index=index,

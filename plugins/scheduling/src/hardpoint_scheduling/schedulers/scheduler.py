@@ -20,6 +20,7 @@ from hardpoint.interfaces import (
     SchedulerStats,
 )
 from hardpoint_scheduling.kv_cache.coordinator import UNLIMITED_TOKENS
+from hardpoint_scheduling.kv_cache.tails import BLOCK_COPIES, BlockCopies
 from hardpoint_scheduling.schedulers.admission import Admission
 from hardpoint_scheduling.schedulers.intake import Intake
 from hardpoint_scheduling.schedulers.integrity import check_state
@@ -88,6 +89,8 @@ class BatchScheduler(Scheduler):
         if self._balance.enabled:
             self._balance.note(plan.step_id, was_full=plan.room(0) == 0)
         state.extensions.attach_metadata(step)
+        if copies := state.kv.take_block_copies():
+            step.extensions[BLOCK_COPIES] = BlockCopies.of(copies)
         if step.num_tokens:
             if state.encoder is not None and (inputs := state.encoder.build(plan.all_rows)) is not None:
                 step.extensions[ENCODER_INPUTS] = inputs
@@ -150,7 +153,7 @@ class BatchScheduler(Scheduler):
             prefix_cache_queries=state.counters.prefix_queries,
             prefix_cache_hits=state.counters.prefix_hits,
             num_preemptions=state.counters.preemptions,
-            num_skipped=len(state.skipped),
+            num_skipped=len(state.skipped) + len(state.loads.under_way),
             num_cached_blocks=state.kv.pool.num_cached,
             num_evictions=state.kv.pool.num_evictions,
             recent_prefix_queries=state.counters.recent_hits.num_queried,
