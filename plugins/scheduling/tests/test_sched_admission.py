@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import FinishReason, PauseMode, RequestView, SchedulerExtension, WaitReason
+from hardpoint.interfaces import ExternalMatch, FinishReason, PauseMode, RequestView, SchedulerExtension, WaitReason
 from hardpoint_scheduling.kv_cache.coordinator import Gates
 from hardpoint_scheduling.schedulers.factories import create_priority
 from hardpoint_scheduling.schedulers.plan import StepPlan
@@ -296,6 +296,28 @@ def test_no_blocks_end_the_waiting_loop() -> None:
     assert [r.request_id for r in loop.scheduler._state.waiting] == ["b", "c"]
     loop.run()
     assert loop.scheduler.stats().num_preemptions == 0
+
+
+def test_a_refused_head_is_not_looked_up_again_before_something_is_free() -> None:
+    """R3.67, R3.63: connectors and the prefix index are asked once, not in every step."""
+
+    class Asked(SchedulerExtension):
+        name = "asked"
+        count = 0
+
+        def match_external(self, request: RequestView, num_local_tokens: int) -> ExternalMatch | None:
+            self.count += 1
+            return ExternalMatch(0)
+
+    asked = Asked()
+    loop = make_loop(num_blocks=6, max_num_batched_tokens=64, extensions=(asked,))
+    loop.scheduler.add(request("a", range(3, 15), max_tokens=6))
+    loop.scheduler.add(request("b", range(30, 45), max_tokens=2))
+    loop.run_some(5)
+    assert asked.count == 2
+    loop.run()
+    assert asked.count == 3
+    assert loop.tokens("b") == expected([*range(30, 45)], 2)
 
 
 # What admission leaves behind

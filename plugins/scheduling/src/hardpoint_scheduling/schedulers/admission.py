@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,14 @@ class _Answer(enum.Enum):
     NO_ROOM = enum.auto()
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Who found no blocks last, and what was free then."""
+
+    request_id: str
+    num_free: int
+
+
 class Admission:
     """Admits in the policy's order until a budget, the cap or the blocks run out; preempts nobody (R3.67)."""
 
@@ -39,6 +48,7 @@ class Admission:
         self._remote = remote
         self._watermark_blocks = int(state.limits.watermark * state.kv.pool.num_blocks)
         self._sessions: dict[str, LiveRequest] = {}
+        self._refusal: _Refusal | None = None
 
     def enqueue(self, request: LiveRequest) -> None:
         """A new request joins the queue it belongs to: it may have to wait for a grammar or its input (R1.6, R3.2)."""
@@ -151,6 +161,8 @@ class Admission:
         state = self._state
         if self._is_held_back(request):
             return _Answer.SET_ASIDE
+        if self._is_refused_again(request):
+            return _Answer.NO_ROOM
         start = find_start(state, request)
         if start is None:
             return _Answer.SET_ASIDE
@@ -162,9 +174,23 @@ class Admission:
         if blocks is None:
             if state.encoder is not None:
                 state.encoder.give_up(request)
+            if num_new > 0:
+                self._refusal = _Refusal(request.request_id, state.kv.pool.num_free)
             return _Answer.NO_ROOM
         self._enter(request, plan, blocks, start, num_new, lookahead)
         return _Answer.ADMITTED
+
+    def _is_refused_again(self, request: LiveRequest) -> bool:
+        """Whether nothing was freed since the request found too few blocks: to look its prefix up in every step until
+        something is would cost more than the step. Those that run will free some.
+        """
+        refusal, state = self._refusal, self._state
+        return (
+            refusal is not None
+            and refusal.request_id == request.request_id
+            and state.kv.pool.num_free <= refusal.num_free
+            and bool(state.running.requests)
+        )
 
     def _new_tokens(self, request: LiveRequest, start: Start, plan: StepPlan, lookahead: int) -> int:
         """R3.66; 0 when the step has no room for the request."""
@@ -207,6 +233,7 @@ class Admission:
         gates = Gates(full_sequence_must_fit=True, reserved_blocks=reserved)
         blocks = state.kv.allocate_slots(request.request_id, segments, start.hit, gates)
         if blocks is None:
+            self._refusal = _Refusal(request.request_id, state.kv.pool.num_free)
             return _Answer.NO_ROOM
         self._remote.begin(request, start.num_local, start.num_external)
         state.extensions.after_allocation(request, blocks, start.num_external)
