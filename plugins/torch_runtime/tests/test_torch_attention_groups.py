@@ -1,0 +1,85 @@
+"""Groups of layers on the worker: one block table each, one builder per shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from hardpoint.errors import ConfigError
+from hardpoint.interfaces import (
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    BlockSizeRule,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    MixedSizeSpec,
+    SlidingWindowSpec,
+    spec_to_wire,
+)
+from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
+from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+
+CPU = torch.device("cpu")
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
+WIDE = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=8, dtype="float32")
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32", sliding_window=5)
+
+
+class Watched(PlainAttentionBackend):
+    """Remembers for which layers builders were asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[KVCacheSpec, tuple[str, ...]]] = []
+
+    def create_builder(
+        self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
+    ) -> AttentionMetadataBuilder:
+        self.asked.append((spec, tuple(layer_names)))
+        return super().create_builder(spec, layer_names, max_rows, max_tokens, device)
+
+
+def groups(
+    planned: KVCacheSpec, wished: dict[str, KVCacheSpec], backend: PlainAttentionBackend, rule: BlockSizeRule
+) -> AttentionGroups:
+    config = KVCacheConfig(num_blocks=4, groups=(KVCacheGroup(tuple(wished), spec_to_wire(planned)),), tensors=())
+    specs = config.layer_specs(wished)
+    return AttentionGroups(config, specs, backend, rule, max_rows=2, max_tokens=8, device=CPU)
+
+
+def test_layers_of_several_shapes_share_a_table_but_no_metadata() -> None:
+    """R1.36: what a builder plans may depend on the heads; the block table does not."""
+    wished: dict[str, KVCacheSpec] = {"a": FULL, "b": WIDE, "c": FULL}
+    backend = Watched()
+    made = groups(MixedSizeSpec.of(list(wished.values())), wished, backend, BlockSizeRule(16))
+    assert backend.asked == [(FULL, ("a", "c")), (WIDE, ("b",))]
+    assert [group.layer_names for group in made.groups] == [("a", "b", "c")]
+    assert made.kernel_block_size_by_layer == {"a": 16, "b": 16, "c": 16}
+
+
+def test_windows_alone_need_no_builder_of_their_own() -> None:
+    """R1.28: one table for all, and each layer keeps its own window."""
+    backend = Watched()
+    merged = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32", sliding_window=5)
+    groups(merged, {"w": WINDOW, "f": FULL}, backend, BlockSizeRule(16))
+    assert backend.asked == [(WINDOW, ("w", "f"))]
+
+
+def test_layers_get_the_block_size_of_the_plan() -> None:
+    """R12.40: alignment may have enlarged it; kernels keep a size they accept."""
+    larger = FullAttentionSpec(block_size=48, num_kv_heads=2, head_size=8, dtype="float32")
+    backend = Watched()
+    made = groups(larger, {"a": FULL}, backend, BlockSizeRule(exact=(16,)))
+    assert backend.asked == [(larger, ("a",))]
+    assert (made.block_sizes, made.kernel_blocks) == ((48,), (3,))
+
+
+def test_a_state_that_no_attention_reads_is_refused_by_name() -> None:
+    state = MambaSpec(block_size=16, shapes=((2,),), dtypes=("float32",))
+    with pytest.raises(ConfigError, match="layer 's' keeps MambaSpec state, which this worker cannot run"):
+        groups(state, {"s": state}, Watched(), BlockSizeRule(16))
