@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from generate_docs import options_models
 from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.manifest import MANIFEST_FILE
-from hardpoint.plugins.schema import schema_faults
+from hardpoint.plugins.options import schema_faults
 from hardpoint.testing.manifest_writer import manifest_text, manifests_of
 from workspace import ROOT, Distribution, plugin_distributions, read_toml
 

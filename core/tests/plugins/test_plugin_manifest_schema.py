@@ -41,8 +41,7 @@ from hardpoint.config.models import EngineConfig, ServerConfig
 from hardpoint.config.units import Bytes, Count
 from hardpoint.errors import PluginError
 from hardpoint.interfaces.plugin import NoOptions
-from hardpoint.plugins.options import option_names
-from hardpoint.plugins.schema import schema_faults
+from hardpoint.plugins.options import option_names, schema_faults
 from hardpoint.testing.manifest_writer import options_schema
 
 

@@ -10,8 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins.options import validate_options
-from hardpoint.plugins.schema import describe_faults, schema_faults
+from hardpoint.plugins.options import describe_faults, schema_faults, validate_options
 
 
 class Mode(enum.StrEnum):

@@ -44,23 +44,13 @@ def resolve_plan(discovery: Discovery, selection: PluginSelection) -> tuple[Plug
     return plan, tuple(draft.problems)
 
 
-def unknown_options(kind: str, name: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """One message for each key of ``given`` that the plugin does not know."""
-    known = sorted(known)
-    return [
-        f"unknown option plugins.{kind}.{name}.{key}{did_you_mean(key, known)}; "
-        f"{kind} plugin {name!r} knows: {', '.join(known) or 'no options'}"
-        for key in given
-        if key not in known
-    ]
-
-
 def _option_faults(plugin: DiscoveredPlugin, manifest: PluginManifest, given: dict[str, Any]) -> list[str]:
     """What is certain to be refused where the plugin loads."""
     known = manifest.options_object
     if manifest.options is None or known.get(UNCHECKED) or not (given or known.get("required")):
         return []
-    from hardpoint.plugins.schema import schema_faults  # brings pydantic along, which lists and reports do without
+    # Deferred: brings pydantic along, which lists and reports do without.
+    from hardpoint.plugins.options import schema_faults, unknown_options
 
     unknown = unknown_options(plugin.kind, plugin.name, given, manifest.option_schemas)
     return unknown or schema_faults(plugin.kind, plugin.name, manifest.options, given)
