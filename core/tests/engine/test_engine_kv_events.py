@@ -128,6 +128,7 @@ async def test_listeners_hear_every_batch_of_the_engine_process(
         await llm.shutdown(drain=False)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_collects_none_refuses_listeners(
     make_spec: Callable[..., Any], make_runtime: Callable[..., Any]
 ) -> None:

@@ -407,7 +407,7 @@ class LongPoolMachine(PoolMachine):
     """10,000 sequences."""
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 LongPoolMachine.TestCase.settings = settings(max_examples=10_000, stateful_step_count=25, deadline=None)
 TestLongPoolMachine = pytest.mark.slow(pytest.mark.timeout(900)(LongPoolMachine.TestCase))

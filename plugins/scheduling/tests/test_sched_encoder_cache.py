@@ -241,7 +241,7 @@ class LongEncoderCacheMachine(EncoderCacheMachine):
     """10,000 sequences."""
 
 
-EncoderCacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+EncoderCacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 TestEncoderCacheMachine = EncoderCacheMachine.TestCase
 LongEncoderCacheMachine.TestCase.settings = settings(max_examples=10_000, stateful_step_count=20, deadline=None)
 TestLongEncoderCacheMachine = pytest.mark.slow(pytest.mark.timeout(900)(LongEncoderCacheMachine.TestCase))

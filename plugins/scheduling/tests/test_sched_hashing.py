@@ -23,12 +23,14 @@ from hardpoint.interfaces import (
     group_key,
 )
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
+from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.extra_keys import extra_keys
 from hardpoint_scheduling.kv_cache.hash_seed import root_hash
 from hardpoint_scheduling.kv_cache.hash_view import ScaledHashes, group_scale, hash_block_size
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher, Sha256, canonical_token_bytes
+from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 from hardpoint_scheduling.schedulers.request import LiveRequest
-from sched_support import request
+from sched_support import kv_config, request
 
 ROOT = BlockHash(bytes(32))
 
@@ -215,6 +217,15 @@ def test_block_sizes_that_do_not_divide_are_refused() -> None:
     assert group_scale(32, 16) == 2
     with pytest.raises(ConfigError, match="--block-size"):
         group_scale(24, 16)
+
+
+def test_the_operators_match_unit_reaches_the_groups() -> None:
+    """R11.24: several groups hash by it, one group by its own blocks."""
+    for sizes, unit, size in (((4, 8), None, 4), ((4, 8), 2, 2), ((4,), 2, 4)):
+        kv = KVCoordinator(kv_config(20, *sizes), SpecRegistry(), max_model_len=16, match_unit=unit)
+        assert kv.hash_block_size == size
+    with pytest.raises(ConfigError, match="match unit of 3"):
+        KVCoordinator(kv_config(20, 4, 8), SpecRegistry(), max_model_len=16, match_unit=3)
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
