@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,9 +28,14 @@ from hardpoint.interfaces import (
     MambaSpec,
     MLASpec,
     SlidingWindowSpec,
+    spec_from_wire,
 )
 from hardpoint_scheduling.kv_cache.layouts import BlockOutermostLayout, LayerOutermostLayout
+from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
+from hardpoint_testing_torch.worker_driver import WorkerDriver
+from hardpoint_testing_torch.worker_world import KitPlatform, WorkerWorld, check_greedy, installed_plugins
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
 
 CPU = torch.device("cpu")
 LAYOUTS: tuple[type[KVLayout], ...] = (LayerOutermostLayout, BlockOutermostLayout)
@@ -193,3 +199,36 @@ def test_groups_use_the_same_bytes(layout: type[KVLayout]) -> None:
     memory.zero_blocks(np.asarray([2], dtype=np.int32))
     assert not any(view[2].any() for view in memory.views.values())
     assert all(view[1].all() and view[3].all() for view in memory.views.values())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("llama"), num_attention_heads=4, head_dim=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch_reference", "kit_attention"])
+@pytest.mark.parametrize("granted", [4, 8, 12])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_worker_computes_with_the_blocks_that_the_plan_grants(
+    layout: type[KVLayout], granted: int, backend: str, tiny: TinyModel
+) -> None:
+    """R1.43, R1.48, R12.40: it asks for blocks of 4 tokens, and alignment may have made them larger."""
+    world = WorkerWorld.create(tiny, installed_plugins(), KitPlatform(), block_size=4, attention_backend=backend)
+    worker = TorchWorker(world.context("torch"), TorchWorkerOptions())
+    worker.init_device()
+    worker.load_model()
+    asked = {
+        layer.layer_name: spec_from_wire(layer.spec, {FullAttentionSpec.kind: FullAttentionSpec})
+        for layer in worker.kv_cache_specs()
+    }
+    assert {spec.block_size for spec in asked.values()} == {4}
+    larger = {name: msgspec.structs.replace(spec, block_size=granted) for name, spec in asked.items()}
+    worker.initialize_kv_cache(layout().plan(KVPlanRequest(larger, 0, 64, 64, num_blocks=60)))
+    config = msgspec.structs.replace(world.config, block_size=granted)
+    driver = WorkerDriver(worker, config, num_groups=1, num_blocks=60)
+    prompts = {"a": [5, 9, 2, 77, 31], "b": list(range(3, 40)), "c": [8]}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    for name, generated in driver.generate(12, chunk=7).items():
+        check_greedy(tiny, prompts[name], generated)

@@ -192,6 +192,13 @@ def test_few_layers_of_another_kind_do_not_split_all_others() -> None:
     assert sorted(len(group.layer_names) for group in config.groups) == [1, 31]
 
 
+def test_latents_share_a_table_with_keys_and_values() -> None:
+    """R1.36, R1.63: both keep every token, and the grouping base says that one manager serves both."""
+    wider = msgspec.structs.replace(LATENT, head_size=3)
+    (group,) = plan({"a": spec(), "b": wider}, num_blocks=9).groups
+    assert spec_from_wire(group.spec, CLASSES) == MixedSizeSpec.of([spec(), wider])
+
+
 def test_different_windows_are_different_groups() -> None:
     """R1.36."""
     config = plan({"a": windowed(8), "b": windowed(16), "c": windowed(8)}, num_blocks=64)

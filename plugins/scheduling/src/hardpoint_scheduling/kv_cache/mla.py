@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.interfaces import KVSpecRegistration, MLASpec, NoOptions, PluginContext, plugin
+from hardpoint.interfaces import FullAttentionSpec, KVSpecRegistration, MLASpec, NoOptions, PluginContext, plugin
 from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager
 
 
@@ -13,4 +13,4 @@ def create(ctx: PluginContext, options: NoOptions) -> KVSpecRegistration:
     return REGISTRATION
 
 
-REGISTRATION = KVSpecRegistration(MLASpec, FullAttentionManager)
+REGISTRATION = KVSpecRegistration(MLASpec, FullAttentionManager, grouping_base=FullAttentionSpec)
