@@ -119,11 +119,16 @@ class SchedulerLoop:
     """``scheduler`` under the engine's own step loop. ``outputs`` by request; ``ends`` holds the terminal ones."""
 
     def __init__(
-        self, scheduler: Scheduler, limits: SchedulerLimits, num_blocks: int, max_inflight_steps: int = 1
+        self,
+        scheduler: Scheduler,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        max_inflight_steps: int = 1,
+        worker: FakeWorker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.rules = StepRules(limits, num_blocks)
-        self.worker = FakeWorker(block_size=BLOCK_SIZE)
+        self.worker = FakeWorker(block_size=BLOCK_SIZE) if worker is None else worker
         self.worker.kv = np.full((num_blocks, BLOCK_SIZE), -7, dtype=np.int32)
         executor = FakeExecutor(self.worker, before_step=self.rules.check)
         self.pipeline = StepPipeline(scheduler, executor, max_inflight_steps=max_inflight_steps)
