@@ -237,6 +237,62 @@ def test_equal_hashes_mean_equal_prefixes(first: list[int], second: list[int]) -
         assert (left == right) == (first[: 4 * (i + 1)] == second[: 4 * (i + 1)])
 
 
+FEATURES = st.lists(st.tuples(st.sampled_from("xy"), st.integers(0, 3), st.integers(1, 5)), max_size=2)
+REQUESTS = st.tuples(
+    st.lists(st.integers(0, 1), max_size=12),
+    st.sampled_from([None, "one", "two"]),
+    st.sampled_from([None, "salt"]),
+    FEATURES,
+    st.sampled_from([None, 0, 1]),
+)
+Shape = tuple[list[int], str | None, str | None, list[tuple[str, int, int]], int | None]
+
+
+def of_shape(shape: Shape) -> EngineRequest:
+    """Items lie one behind the other, each after a gap; embeddings are equal but for the row with their number."""
+    tokens, adapter, salt, gaps, row = shape
+    features, start = [], 0
+    for content, gap, length in gaps:
+        if start + gap + length > len(tokens):
+            break
+        features.append(picture(content, start + gap, length))
+        start += gap + length
+    embeds = None
+    if row is not None:
+        embeds = np.zeros((len(tokens), 2), dtype=np.float32)
+        embeds[6 * row : 6 * row + 1] = 1
+    return request(
+        "a",
+        tokens,
+        adapter=AdapterRef(adapter, 1, "/x") if adapter else None,
+        cache_salt=salt,
+        features=tuple(features),
+        prompt_embeds=embeds,
+    )
+
+
+def identity(record: EngineRequest, end: int) -> tuple[object, ...]:
+    """All that decides about the KV of the first ``end`` tokens. Where an item ends is seen in a later block only."""
+    items = [(f.content_hash, f.offset, min(f.offset + f.length, end)) for f in record.features if f.offset < end]
+    blocks = [(content, at) for content, start, stop in items for at in range(start // 4, (stop - 1) // 4 + 1)]
+    starts = [(content, start) for content, start, _ in items]
+    embeds = None if record.prompt_embeds is None else record.prompt_embeds[:end].tobytes()
+    tokens = tuple(record.prompt_token_ids[:end].tolist())
+    adapter = record.adapter.name if record.adapter else None
+    return tokens, adapter, record.cache_salt, tuple(blocks), tuple(starts), embeds
+
+
+@settings(max_examples=150)
+@given(REQUESTS, REQUESTS, st.lists(st.booleans(), min_size=5, max_size=5))
+def test_equal_hashes_mean_equal_everything(first: Shape, second: Shape, same: list[bool]) -> None:
+    """I11.1: tokens, adapter, salt, items with their places, embeddings; ``same`` takes parts over."""
+    mixed: Any = tuple(one if keep else other for one, other, keep in zip(first, second, same, strict=True))
+    one, two = of_shape(first), of_shape(mixed)
+    for i, (left, right) in enumerate(zip(hashes_of(one), hashes_of(two), strict=False)):
+        end = 4 * (i + 1)
+        assert (left == right) == (identity(one, end) == identity(two, end))
+
+
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_hashing_in_pieces_equals_hashing_at_once(tokens: list[int], stops: list[int]) -> None:
