@@ -47,7 +47,10 @@ def page_products(tree: ast.AST) -> Iterator[int]:
 
 
 def knowledge_of(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in (*MADE_OF, *TOKENS)):
+        return []
+    tree = ast.parse(text)
     found = [f"line {line}: a product of block and head" for line in page_products(tree)]
     if STRIDES not in path.as_posix():
         used = {n.attr: n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

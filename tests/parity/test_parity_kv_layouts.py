@@ -17,7 +17,9 @@ import torch
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
+    AttentionNeed,
     AttentionSpec,
+    BlockSizeRule,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,6 +33,7 @@ from hardpoint.interfaces import (
     spec_from_wire,
 )
 from hardpoint_scheduling.kv_cache.layouts import BlockOutermostLayout, LayerOutermostLayout
+from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
 from hardpoint_testing_torch.worker_driver import WorkerDriver
 from hardpoint_testing_torch.worker_world import KitPlatform, WorkerWorld, check_greedy, installed_plugins
@@ -206,27 +209,44 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("llama"), num_attention_heads=4, head_dim=16)
 
 
+class SmallBlocks(PlainAttentionBackend):
+    """Kernels for blocks of exactly four tokens."""
+
+    def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
+        del need
+        return BlockSizeRule(exact=(4,))
+
+
+def start_worker(world: WorkerWorld, layout: type[KVLayout], granted: int) -> WorkerDriver:
+    """A worker that asks for blocks of 4 tokens and is granted blocks of ``granted``."""
+    worker = TorchWorker(world.context("torch"), TorchWorkerOptions())
+    worker.init_device()
+    worker.load_model()
+    known = {FullAttentionSpec.kind: FullAttentionSpec}
+    asked = {layer.layer_name: spec_from_wire(layer.spec, known) for layer in worker.kv_cache_specs()}
+    assert {spec.block_size for spec in asked.values()} == {4}
+    larger = {name: msgspec.structs.replace(spec, block_size=granted) for name, spec in asked.items()}
+    worker.initialize_kv_cache(layout().plan(KVPlanRequest(larger, 0, 64, 64, num_blocks=60)))
+    config = msgspec.structs.replace(world.config, block_size=granted)
+    return WorkerDriver(worker, config, num_groups=1, num_blocks=60)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch_reference", "kit_attention"])
+@pytest.mark.parametrize("backend", ["torch_reference", "kit_attention", "small_blocks"])
 @pytest.mark.parametrize("granted", [4, 8, 12])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_worker_computes_with_the_blocks_that_the_plan_grants(
     layout: type[KVLayout], granted: int, backend: str, tiny: TinyModel
 ) -> None:
-    """R1.43, R1.48, R12.40: it asks for blocks of 4 tokens, and alignment may have made them larger."""
+    """R1.43, R1.45, R1.46, R1.48, R12.40: alignment may have made blocks larger than the layers asked for, and kernels
+    may want smaller ones. Either the tokens are the oracle's, or the start is refused with what to change."""
     world = WorkerWorld.create(tiny, installed_plugins(), KitPlatform(), block_size=4, attention_backend=backend)
-    worker = TorchWorker(world.context("torch"), TorchWorkerOptions())
-    worker.init_device()
-    worker.load_model()
-    asked = {
-        layer.layer_name: spec_from_wire(layer.spec, {FullAttentionSpec.kind: FullAttentionSpec})
-        for layer in worker.kv_cache_specs()
-    }
-    assert {spec.block_size for spec in asked.values()} == {4}
-    larger = {name: msgspec.structs.replace(spec, block_size=granted) for name, spec in asked.items()}
-    worker.initialize_kv_cache(layout().plan(KVPlanRequest(larger, 0, 64, 64, num_blocks=60)))
-    config = msgspec.structs.replace(world.config, block_size=granted)
-    driver = WorkerDriver(worker, config, num_groups=1, num_blocks=60)
+    world.plugins.own["attention_backend", "small_blocks"] = lambda ctx: SmallBlocks()
+    if backend == "small_blocks" and granted > 4 and layout is BlockOutermostLayout:
+        with pytest.raises(ConfigError, match=r"'block_outermost' puts .* set --block-size 4, or choose a --kv-layout"):
+            start_worker(world, layout, granted)
+        return
+    driver = start_worker(world, layout, granted)
     prompts = {"a": [5, 9, 2, 77, 31], "b": list(range(3, 40)), "c": [8]}
     for name, prompt in prompts.items():
         driver.add(name, prompt)

@@ -359,7 +359,7 @@ KINDS: tuple[KVCacheSpec, ...] = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     layers=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     longest=st.integers(1, 60),
