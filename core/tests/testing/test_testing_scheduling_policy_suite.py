@@ -93,6 +93,7 @@ class TestPlain(make_suite(Plain)):  # type: ignore[misc]
     pass
 
 
+@pytest.mark.slow
 class TestCounting(make_suite(Counting)):  # type: ignore[misc]
     pass
 

@@ -97,11 +97,11 @@ class SchedulingPolicySuite(PluginSuite):
     def policy(self) -> SchedulingPolicy:
         return self.create_policy(self.context())
 
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("seed", range(4))
     def test_nobody_is_lost_and_nobody_comes_twice(self, policy: SchedulingPolicy, seed: int) -> None:
         """R3.1, I3.5: over a random life of both queues."""
         life = _Life(policy, np.random.default_rng(seed))
-        for request in mixed(150, seed):
+        for request in mixed(100, seed):
             life.join(request)
             for _ in range(3):
                 life.happen()
@@ -219,7 +219,7 @@ class SchedulingPolicySuite(PluginSuite):
         queue, sizes = policy.create_queue(), []
         tracemalloc.start()
         try:
-            for count in range(1, 4_501):
+            for count in range(1, 1_801):
                 request = make_waiting(f"r{count}", prompt=1, tenant=f"tenant {count}")
                 queue.append(request)
                 if count % 3:
@@ -228,19 +228,19 @@ class SchedulingPolicySuite(PluginSuite):
                     queue.discard(request.request_id)
                 policy.on_scheduled(request, 1 + count % 7)
                 policy.on_finished(request)
-                if count % 1_500 == 0:
+                if count % 600 == 0:
                     sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        assert sizes[2] - sizes[1] < 60_000, f"1,500 tenants that are gone still take {sizes[2] - sizes[1]} bytes"
+        assert sizes[2] - sizes[1] < 24_000, f"600 tenants that are gone still take {sizes[2] - sizes[1]} bytes"
 
     def test_a_long_queue_costs_little_more_than_a_short_one(self) -> None:
         """O(log n) or better for joining, leaving and looking up."""
         crowd = [
-            make_waiting(f"r{i}", priority=i * 7_919 % 5, arrival=float(i), tenant=f"t{i % 8}") for i in range(8_100)
+            make_waiting(f"r{i}", priority=i * 7_919 % 5, arrival=float(i), tenant=f"t{i % 8}") for i in range(6_100)
         ]
-        few, many = (min(self._cost(crowd[: size + 100]) for _ in range(3)) for size in (200, 8_000))
-        assert many < 10 * few + 2e-6, f"{few * 1e6:.2f} us with 200 waiting, {many * 1e6:.2f} us with 8,000"
+        few, many = (min(self._cost(crowd[: size + 100]) for _ in range(3)) for size in (200, 6_000))
+        assert many < 10 * few + 2e-6, f"{few * 1e6:.2f} us with 200 waiting, {many * 1e6:.2f} us with 6,000"
 
     def _cost(self, crowd: Sequence[WaitingRequest]) -> float:
         """Seconds per operation while all but the last 100 of ``crowd`` wait."""

@@ -10,7 +10,7 @@ from itertools import count
 from hardpoint.interfaces import RequestView
 from hardpoint_scheduling.schedulers.queues import FifoQueue, worth_rebuilding
 
-MOST_ABSENT = 1_000
+MOST_ABSENT = 500
 """Tenants without requests that are remembered because they had more than their share; the rest starts anew."""
 
 
