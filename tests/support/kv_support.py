@@ -109,7 +109,9 @@ class Worker:
         self.states: dict[int, Prefix] = {}
 
     def execute(self, rows: Sequence[Row]) -> None:
-        """In the order of a step: clearing, loads, states read, keys and values written, then read, states written."""
+        """In a step's order: copies, clearing, loads, states read, keys and values written, read, states written."""
+        for source, destination in self.kv.take_block_copies():
+            self.kept[destination] = dict(self.kept[source])
         for block in self.kv.take_blocks_to_zero():
             self.kept.pop(block, None)
             self.states.pop(block, None)

@@ -107,6 +107,16 @@ def test_nothing_to_allocate_for_is_an_error() -> None:
         admit(coordinator(6), "a", 0)
 
 
+def test_no_segment_reaches_past_the_context_length() -> None:
+    """R3.72: counts are clipped, whichever segment goes too far."""
+    for new, external, lookahead in ((30, 0, 0), (4, 30, 0), (8, 0, 30)):
+        kv = coordinator(20, max_model_len=12)
+        tables = admit(kv, "a", new, external=external, lookahead=lookahead)
+        assert tables is not None
+        assert len(tables[0]) == 3
+    assert coordinator(20, max_model_len=12).end_with_lookahead(11, 5) == 12
+
+
 def test_external_tokens_need_blocks_too() -> None:
     """R3.70."""
     kv = coordinator(10)

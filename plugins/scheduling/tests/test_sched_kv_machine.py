@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hardpoint.interfaces import NULL_BLOCK_ID, KVCacheSpec, MambaCacheMode
+from hardpoint.interfaces import NULL_BLOCK_ID, FullAttentionSpec, KVCacheSpec, MambaCacheMode
 from hardpoint_scheduling.kv_cache.coordinator import Gates, Segments
 from kv_support import Row, Worker, chunked, coordinator, cross, encoder_only, full, hashes_of, latent, state, window
 
@@ -65,13 +65,21 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lookahead=st.integers(0, 2),
         extra=st.integers(0, 30),
         whole=st.booleans(),
+        inside=st.booleans(),
     )
-    def start(self, groups: list[Any], drafts: int, lookahead: int, extra: int, whole: bool) -> None:
+    def start(self, groups: list[Any], drafts: int, lookahead: int, extra: int, whole: bool, inside: bool) -> None:
         specs: list[KVCacheSpec] = [
             state(one[0], one[1], drafts, one[2]) if isinstance(one, tuple) else one for one in groups
         ]
         least = 1 + sum(spec.max_blocks(16, 16) for spec in specs)
-        self.kv = coordinator(least + extra, *specs, max_model_len=LONGEST, max_in_flight_tokens=IN_FLIGHT)
+        inside = inside and len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+        self.kv = coordinator(
+            least + extra,
+            *specs,
+            max_model_len=LONGEST,
+            max_in_flight_tokens=IN_FLIGHT,
+            tail_unit=2 if inside else None,
+        )
         self.worker = Worker(self.kv)
         self.drafts, self.lookahead = drafts, lookahead
         self.gates = Gates(full_sequence_must_fit=whole)
@@ -164,7 +172,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         known = len(one.tokens)
         hit = self.kv.find_prefix(hashes_of(one.tokens, self.kv.hash_block_size), known)
         assert hit.num_tokens < known
-        external = min(external, known - 1 - hit.num_tokens)
+        # R3.64: nothing is loaded behind a tail.
+        external = 0 if hit.num_tail_tokens else min(external, known - 1 - hit.num_tokens)
         start = hit.num_tokens + external
         new = min(count, known - start)
         segments = Segments(hit.num_tokens, external, new, self.lookahead, known, one.encoder)

@@ -133,6 +133,7 @@ class KVCoordinator:
         """
         if segments.new <= 0 and segments.external <= 0:
             raise ValueError(f"request {request_id}: neither new nor external tokens to allocate for")
+        segments = segments.clipped(self.max_model_len)
         computed = segments.computed
         end = self.end_with_lookahead(computed + max(segments.new, 0), segments.lookahead)
         admission: Admission = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Blocks = tuple[Sequence[int], ...]
 """Block ids per group; groups may differ in length and block size (R3.15)."""
@@ -48,6 +48,13 @@ class Segments:
     def computed(self) -> int:
         """Tokens whose KV exists or arrives from elsewhere."""
         return self.hit + self.external
+
+    def clipped(self, max_model_len: int) -> Segments:
+        """None of them reaches further than ``max_model_len`` tokens (R3.72)."""
+        if self.computed + self.new <= max_model_len:
+            return self
+        external = min(self.external, max_model_len - self.hit)
+        return replace(self, external=external, new=min(self.new, max_model_len - self.hit - external))
 
 
 @dataclass(frozen=True, slots=True)
