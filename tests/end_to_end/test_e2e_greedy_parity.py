@@ -15,7 +15,7 @@ from oracle import TransformersOracle
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_TOKENS = 64
+NUM_TOKENS, FEWER_TOKENS = 64, 12
 PREAMBLE = (
     "You are the archivist of a small airfield museum. Answer visitors' questions briefly, kindly and with care for "
     "detail, and say so plainly when you do not know something. "
@@ -68,7 +68,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def params(num_tokens: int = NUM_TOKENS) -> SamplingParams:
+def params(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
@@ -76,12 +76,16 @@ def test_there_are_at_least_twenty_prompts() -> None:
     assert len(set(PROMPTS)) >= 20
 
 
-def test_prompts_alone_and_all_together_have_the_tokens_of_the_oracle(llm: LLM, oracle: TransformersOracle) -> None:
-    alone = [llm.generate(prompt, params())[0] for prompt in PROMPTS]
+@pytest.mark.parametrize("num_tokens", [FEWER_TOKENS, pytest.param(NUM_TOKENS, marks=pytest.mark.slow)])
+def test_prompts_alone_and_all_together_have_the_tokens_of_the_oracle(
+    llm: LLM, oracle: TransformersOracle, num_tokens: int
+) -> None:
     assert llm.reset_prefix_cache()
-    together = llm.generate(PROMPTS, params())
+    alone = [llm.generate(prompt, params(num_tokens))[0] for prompt in PROMPTS]
+    assert llm.reset_prefix_cache()
+    together = llm.generate(PROMPTS, params(num_tokens))
     for results in (alone, together):
-        assert [len(result.outputs[0].token_ids) for result in results] == [NUM_TOKENS] * len(PROMPTS)
+        assert [len(result.outputs[0].token_ids) for result in results] == [num_tokens] * len(PROMPTS)
         oracle.require_equal([(result.prompt_token_ids, result.outputs[0].token_ids) for result in results])
     hits = sum(result.num_cached_tokens for result in llm.generate(PROMPTS[-6:], params(1)))
     assert hits > 0, "the shared preamble must come from the prefix cache"
