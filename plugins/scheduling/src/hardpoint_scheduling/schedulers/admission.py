@@ -117,7 +117,7 @@ class Admission:
 
     def _num_returning(self) -> int:
         """Waiting requests that ran before: a pause for new ones lets them come back (R3.33)."""
-        return sum(bool(r.num_preemptions) for queue in (self._state.skipped, self._state.waiting) for r in queue)
+        return len(self._state.returning - self._state.loads.under_way.keys())
 
     def _next_queue(self) -> LiveQueue | None:
         """The queue whose head the policy tries first (R3.5)."""
@@ -255,6 +255,7 @@ class Admission:
         state = self._state
         num_computed, end = start.num_computed, start.num_computed + num_new
         state.loads.arrived.pop(request.request_id, None)
+        state.returning.discard(request.request_id)
         request.move_to(RequestStatus.RUNNING)
         allocated = (
             max(end, start.num_allocated) if start.num_allocated else state.kv.end_with_lookahead(end, lookahead)

@@ -25,6 +25,8 @@ def _check_containers(state: SchedulerState) -> None:
     places = [request.request_id for request in (*waiting, *state.running.requests)]
     if len(places) != len(set(places)) or set(places) != set(state.live):
         raise RuntimeError("live requests and the members of waiting, skipped and running differ")
+    if state.returning != {request.request_id for request in waiting if request.num_preemptions}:
+        raise RuntimeError("the preempted requests that wait are not those noted as returning")
     for request in state.live.values():
         runs = request.status is RequestStatus.RUNNING
         if request.status.is_finished or runs != (request.slot is not None):

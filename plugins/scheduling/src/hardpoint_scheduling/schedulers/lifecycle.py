@@ -40,6 +40,7 @@ class Lifecycle:
                 if not state.waiting.discard(request.request_id):
                     state.skipped.discard(request.request_id)
                 state.loads.drop(request.request_id, state.kv)
+                state.returning.discard(request.request_id)
                 state.policy.on_finished(request)
                 continue
             state.policy.on_finished(request)
@@ -83,6 +84,7 @@ class Lifecycle:
             request.prompt_logprobs = []
         request.note(Milestone.PREEMPTED, state.clock())
         state.counters.preemptions += 1
+        state.returning.add(request.request_id)
         state.waiting.prepend(request)
 
     def preempt_all(self) -> bool:

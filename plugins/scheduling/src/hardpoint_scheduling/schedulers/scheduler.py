@@ -137,7 +137,7 @@ class BatchScheduler(Scheduler):
         if state.running.requests:
             return True
         if state.pause is PauseMode.NEW:
-            return any(request.num_preemptions for request in (*state.skipped, *state.waiting, *state.loads.requests()))
+            return bool(state.returning)
         return state.num_waiting > 0
 
     def live_request_ids(self) -> Iterable[str]:

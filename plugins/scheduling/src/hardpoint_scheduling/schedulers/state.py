@@ -47,6 +47,7 @@ class SchedulerState:
         live: id to request, the sole truth about who is live (R3.1).
         charges: whether the policy wants to hear of scheduled tokens.
         waiting: requests that can be admitted. skipped: requests that something holds back.
+        returning: ids of preempted requests that wait to run again.
         loads: requests whose KV is on its way from elsewhere, and their blocks.
         encoder: plans media encoders; None where the limits give them no budget.
         ended: terminal outputs that arose while scheduling, delivered with the next update.
@@ -66,6 +67,7 @@ class SchedulerState:
     waiting: LiveQueue = field(init=False)
     skipped: LiveQueue = field(init=False)
     running: RunningList = field(default_factory=RunningList)
+    returning: set[str] = field(default_factory=set)
     loads: Loads = field(default_factory=Loads)
     encoder: EncoderPlanner | None = field(init=False)
     inflight: deque[InflightStep] = field(default_factory=deque)
