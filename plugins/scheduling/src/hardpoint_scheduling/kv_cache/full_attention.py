@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hardpoint.interfaces import (
     BlockHash,
-    BlockHashWithGroup,
     FullAttentionSpec,
     KVBlockPool,
     KVCacheManager,
@@ -86,17 +85,17 @@ class FullAttentionManager(KVCacheManager):
         return grown
 
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
-        table = self._tables.get(request_id)
-        if table is None:
+        first = self._num_entered.get(request_id)
+        full = num_tokens // self._block_size
+        if first is None or full <= first:
             return
-        first = self._num_entered[request_id]
-        full = min(num_tokens // self._block_size, len(table), len(block_hashes))
-        if full <= first:
-            return
-        remember, suffix = self._pool.remember, self._key_suffix
+        table, remember = self._tables[request_id], self._pool.remember
+        full = min(full, len(table), len(block_hashes))
+        # Not called a key of a group in so many words: this runs for every block of every request.
+        suffix: Any = self._key_suffix
         for position in range(first, full):
-            remember(table[position], BlockHashWithGroup(block_hashes[position] + suffix))
-        self._num_entered[request_id] = full
+            remember(table[position], block_hashes[position] + suffix)
+        self._num_entered[request_id] = max(first, full)
 
     def free(self, request_id: str) -> None:
         table = self._tables.pop(request_id, None)
