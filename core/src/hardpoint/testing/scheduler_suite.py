@@ -14,6 +14,7 @@ from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import FinishReason, PauseMode, Scheduler, SchedulerContext, SchedulerLimits
 from hardpoint.interfaces.request import TokenLogprobs
 from hardpoint.interfaces.step import LogprobArrays, RowFailure
+from hardpoint.testing.kv_event_rules import check_events
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.scheduler_benchmark import measure
 from hardpoint.testing.scheduler_loop import SchedulerLoop, make_request, scheduler_context, solo_tokens
@@ -29,7 +30,7 @@ class SchedulerSuite(PluginSuite):
 
     Switches declare optional behavior: ``max_inflight_steps`` above 1, ``preempts`` requests when blocks run out,
     ``caches_prefixes``, keeps ``deadlines``, obeys ``chunked_prefill=False``, ends rows of a ``RowFailure``, hands on
-    ``log_probabilities``.
+    ``log_probabilities``, tells ``kv_events``.
     """
 
     kind: ClassVar[str] = "scheduler"
@@ -41,6 +42,7 @@ class SchedulerSuite(PluginSuite):
     unchunked: ClassVar[bool] = False
     row_failures: ClassVar[bool] = True
     log_probabilities: ClassVar[bool] = True
+    kv_events: ClassVar[bool] = False
 
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
         """The scheduler under test, as its factory makes it; an installed one can reach other plugins."""
@@ -97,6 +99,19 @@ class SchedulerSuite(PluginSuite):
             loop.add(make_request(name, range(3, 43), 3))
         loop.run()
         assert all(step.samples.all() for step in loop.rules.steps)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_events_tell_which_prefixes_are_cached(self, make_loop: Callable[..., SchedulerLoop], seed: int) -> None:
+        """I3.3, for routers: nothing is stored twice or removed unseen, and a hash stands for its tokens."""
+        if not self.kv_events:
+            pytest.skip("the scheduler declares no KV cache events")
+        check_events(make_loop(24, kv_events=True), np.random.default_rng(seed))
+
+    def test_nobody_is_told_who_does_not_ask(self, make_loop: Callable[..., SchedulerLoop]) -> None:
+        loop = make_loop()
+        loop.add(make_request("a", PROMPT, 5))
+        loop.run()
+        assert not loop.scheduler.take_events(), "events are collected without the setting kv_events"
 
     def test_running_requests_advance_while_a_prompt_is_computed(self, make_loop: Callable[..., SchedulerLoop]) -> None:
         """R3.30: a long prompt delays nobody by more than its share of a step."""
@@ -350,7 +365,7 @@ def add_until_refused(loop: SchedulerLoop, most: int) -> list[str]:
 
 
 def run_random(loop: SchedulerLoop, rng: np.random.Generator) -> None:
-    """Requests that join late, some of them aborted; all others must answer as if alone."""
+    """Requests that join late, some of them aborted or stopped early; all others must answer as if alone."""
     wanted: dict[str, list[int]] = {}
     aborted: set[str] = set()
     joining = [f"r{i}" for i in range(14)]
@@ -361,8 +376,12 @@ def run_random(loop: SchedulerLoop, rng: np.random.Generator) -> None:
             prompt = [*range(start, start + int(rng.integers(1, 30))), int(rng.integers(3, 90))]
             count = int(rng.integers(1, 12))
             name = joining.pop()
-            assert loop.add(make_request(name, prompt, count)) is None, "a request that fits was refused"
-            wanted[name] = solo_tokens(prompt, count)
+            tokens = solo_tokens(prompt, count)
+            # A stop is found late where steps are planned ahead; the tokens after it are not to be told.
+            stop = tokens[int(rng.integers(0, count))] if rng.random() < 0.4 else None
+            request = make_request(name, prompt, count, stop_token_ids=() if stop is None else (stop,))
+            assert loop.add(request) is None, "a request that fits was refused"
+            wanted[name] = tokens if stop is None else tokens[: tokens.index(stop) + 1]
         if rng.random() < 0.06:
             aborted.update(output.request_id for output in loop.finish(*list(loop.scheduler.live_request_ids())[:1]))
         loop.advance()
