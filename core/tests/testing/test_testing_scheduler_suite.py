@@ -155,6 +155,7 @@ DECLARED = {
     "unchunked": "test_without_chunking_a_prompt_is_computed_at_once",
     "row_failures": "test_a_failed_row_ends_its_request_only",
     "log_probabilities": "test_log_probabilities_reach_the_request",
+    "kv_events": "test_events_tell_which_prefixes_are_cached",
 }
 
 

@@ -21,6 +21,7 @@ class _Complete:
     caches_prefixes: ClassVar[bool] = True
     deadlines: ClassVar[bool] = True
     unchunked: ClassVar[bool] = True
+    kv_events: ClassVar[bool] = True
     max_inflight_steps: ClassVar[int] = 4
 
 

@@ -79,6 +79,7 @@ CAPABILITIES: Mapping[str, Any] = {
     "deadlines": True,
     "unchunked": True,
     "row_failures": True,
+    "kv_events": True,
     "max_inflight_steps": 4,
 }
 
