@@ -137,6 +137,8 @@ def prepare(
         if planned.active:
             _logger.debug("plugin %s: %s", planned.label, planned.reason)
     limits = _limits(engine, settings, info)
+    if limits.kv_events:
+        require_kv_events(plan)
     spec = EngineSpec(
         model_name=name,
         plan=plan.to_bytes(),
@@ -267,6 +269,14 @@ def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: Eng
     why = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"
     _logger.info("KV block size %d, set by phase 1 of alignment (%s)", chosen, why)
     return chosen
+
+
+def require_kv_events(plan: PluginPlan) -> None:
+    """Refuse a scheduler whose manifest does not claim them with ``ConfigError``: routers would wait for good."""
+    scheduler = plan.selected("scheduler")
+    manifest = load_manifest(scheduler)
+    if manifest is not None and manifest.capabilities.get("kv_events") is not True:
+        raise ConfigError(f"{scheduler.label} tells no KV cache events; leave --kv-events out or change --scheduler")
 
 
 def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> PluginPlan:
