@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hardpoint.interfaces import KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaCacheMode, spec_to_wire
+from hardpoint.interfaces import Feature, KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaCacheMode, spec_to_wire
 from hardpoint.testing import FakeWorker
-from kv_support import chunked, encoder_only, full, latent, state, window
+from kv_support import chunked, cross, encoder_only, full, latent, state, window
 from sched_support import BLOCK, Loop, answer, expected, make_scheduler, request
 
 KINDS: dict[str, KVCacheSpec] = {
@@ -87,3 +87,21 @@ def test_windows_let_a_sequence_outgrow_the_pool() -> None:
         scheduler.check_integrity()
         steps += 1
     assert not scheduler.has_work()
+
+
+def test_encoder_outputs_have_blocks_of_their_own() -> None:
+    """R1.34, R3.70: 7 and 17 tokens of an encoder in blocks of 4; more than the model takes is refused at once."""
+    loop = hybrid_loop(40, cross(20), max_num_batched_tokens=64)
+    for name, length in (("a", 7), ("b", 17), ("c", 21)):
+        feature = Feature(modality="audio", content_hash=name, offset=1, length=length)
+        refused = loop.scheduler.add(request(name, range(3, 33), max_tokens=4, features=(feature,)))
+        assert (refused is not None) == (name == "c")
+    assert refused is not None
+    assert refused.error == "21 encoder tokens were given, the model takes at most 20"
+    loop.step()
+    kv = loop.scheduler._state.kv
+    assert [len(kv.block_ids(name)[1]) for name in "ab"] == [2, 5]
+    loop.run()
+    for name in "ab":
+        assert loop.tokens(name) == expected(range(3, 33), 4)
+    assert loop.scheduler.stats().num_free_blocks == 39

@@ -82,6 +82,11 @@ class KVCoordinator:
         return self._largest_fit
 
     @property
+    def max_encoder_tokens(self) -> int | None:
+        """Most tokens of an encoder that one request may have; None where no layer keeps any."""
+        return min((group.max_encoder_tokens for group in self._groups if group.counts_encoder), default=None)
+
+    @property
     def tells_guesses_apart(self) -> bool:
         """Whether ``num_sure`` makes a difference: states after guesses have positions of their own."""
         return any(not group.manager.counts_guesses for group in self._groups)

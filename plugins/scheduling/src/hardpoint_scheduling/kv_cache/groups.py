@@ -61,6 +61,12 @@ class KVGroup:
         return hashes if self.scale == 1 else ScaledHashes(hashes, self.scale)
 
     @property
+    def max_encoder_tokens(self) -> int:
+        """Tokens of an encoder that a table covers at most."""
+        layer = _first_layer(self.spec)
+        return layer.max_encoder_tokens if isinstance(layer, CrossAttentionSpec) else 0
+
+    @property
     def num_speculative(self) -> int:
         """Positions for states after drafts."""
         layer = _first_layer(self.spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import EngineOutput, EngineRequest, FinishReason
+from hardpoint_scheduling.kv_cache.encoder_cache import EncoderItem
 from hardpoint_scheduling.schedulers.admission import Admission
 from hardpoint_scheduling.schedulers.request import LiveRequest, Milestone
 from hardpoint_scheduling.schedulers.state import SchedulerState
@@ -51,10 +52,18 @@ class Intake:
         too_long = length >= self._state.limits.max_model_len or length > self._state.kv.largest_sequence
         if too_long or (wanted is not None and wanted <= 0):
             return EngineOutput(record.request_id, [], FinishReason.LENGTH)
-        fault = None
-        if self._state.encoder is not None:
+        fault = self._encoder_fault(record)
+        if fault is None and self._state.encoder is not None:
             fault = self._state.encoder.refusal(record, at_once=not self._state.limits.chunked_prefill)
         return None if fault is None else EngineOutput(record.request_id, [], FinishReason.ERROR, error=fault)
+
+    def _encoder_fault(self, record: EngineRequest) -> str | None:
+        """R1.34: layers that attend to an encoder's output have blocks for so much of it and no more."""
+        most = self._state.kv.max_encoder_tokens
+        if most is None:
+            return None
+        given = sum(EncoderItem.of(feature).num_embeddings for feature in record.features)
+        return f"{given} encoder tokens were given, the model takes at most {most}" if given > most else None
 
     def _length_limit(self, record: EngineRequest) -> int:
         """Sequence length at which the request ends.
