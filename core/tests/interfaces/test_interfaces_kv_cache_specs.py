@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
@@ -276,7 +276,7 @@ def test_a_float_on_the_wire_is_refused() -> None:
 ratios = st.one_of(st.integers(-2, 9), st.fractions(min_value=Fraction(1, 8), max_value=4, max_denominator=8))
 
 
-@given(
+RANDOM = given(
     block_size=st.integers(1, 256),
     heads=st.integers(1, 64),
     size=st.integers(1, 300),
@@ -285,7 +285,9 @@ ratios = st.one_of(st.integers(-2, 9), st.fractions(min_value=Fraction(1, 8), ma
     ratio=ratios,
     padding=st.none() | st.integers(0, 5000),
 )
-def test_pages_of_random_specs(
+
+
+def check_pages(
     block_size: int,
     heads: int,
     size: int,
@@ -294,7 +296,7 @@ def test_pages_of_random_specs(
     ratio: int | Fraction,
     padding: int | None,
 ) -> None:
-    """I1.3: page >= unpadded > 0, the formula of R1.22 holds exactly, and pages grow with the block."""
+    """A page is at least what it holds, which is the formula to the byte, and larger blocks have larger pages."""
     assume(ratio <= 0 or (Fraction(block_size) / ratio).denominator == 1)
     fields = {"num_kv_heads": heads, "head_size": size, "dtype": dtype, "value_head_size": value_size}
     states = 1 if ratio <= 0 else Fraction(block_size) / ratio
@@ -308,3 +310,18 @@ def test_pages_of_random_specs(
     if ratio > 0:
         assert larger.page_size_bytes == 3 * expected
     assert spec_from_wire(spec_to_wire(spec), CLASSES) == spec
+
+
+@RANDOM
+def test_pages_of_random_specs(**fields: Any) -> None:
+    """I1.3, R1.22."""
+    check_pages(**fields)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=10_000, deadline=None)
+@RANDOM
+def test_pages_of_many_specs(**fields: Any) -> None:
+    """I1.3, R1.22."""
+    check_pages(**fields)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
@@ -235,19 +235,39 @@ def test_the_scheduler_gets_managers_and_hash_through_plugin_access() -> None:
     assert access.asked == [("kv_cache_spec", "full_attention"), ("hash", "sha256")]
 
 
-def _subclass(name: str, parent: type[KVCacheSpec]) -> type[KVCacheSpec]:
-    made = msgspec.defstruct(name, [], bases=(parent,), frozen=True, kw_only=True)
+def _subclass(name: str, parents: list[type[KVCacheSpec]]) -> type[KVCacheSpec] | None:
+    """None where the parents' orders contradict each other."""
+    try:
+        made = msgspec.defstruct(name, [], bases=tuple(parents), frozen=True, kw_only=True)
+    except TypeError:
+        return None
     assert issubclass(made, KVCacheSpec)
     return made
 
 
 @given(st.data())
 def test_lookup_finds_the_nearest_registered_ancestor(data: st.DataObject) -> None:
-    """I1.7 over random chains and diamonds of classes."""
+    """I1.7 over random hierarchies, diamonds among them."""
+    check_nearest(data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_lookup_finds_the_nearest_registered_ancestor_in_many_hierarchies(data: st.DataObject) -> None:
+    """I1.7."""
+    check_nearest(data)
+
+
+def check_nearest(data: st.DataObject) -> None:
+    """A random hierarchy, some of whose classes are registered; every class asks for its manager."""
     classes: list[type[KVCacheSpec]] = [KVCacheSpec]
     for i in range(data.draw(st.integers(1, 8))):
-        parent = data.draw(st.sampled_from(classes))
-        classes.append(_subclass(f"Spec{i}", parent))
+        parents = data.draw(st.lists(st.sampled_from(classes), min_size=1, max_size=3, unique=True))
+        made = _subclass(f"Spec{i}", parents)
+        if made is not None:
+            classes.append(made)
     registered = data.draw(st.lists(st.sampled_from(classes[1:]), unique=True))
     registry = SpecRegistry(lambda: ())
     managers = {}

@@ -93,7 +93,11 @@ def equal_pages(specs: Mapping[str, KVCacheSpec], rules: Mapping[str, BlockSizeR
         block_size, used_bytes, page_bytes = main
         size = PageSize(block_size, used_bytes, page_bytes, {**rules, **_own_rules(specs.values(), main, bool(rules))})
         states = (spec.page_size_bytes for spec in others if spec.tokens_per_state <= 0)
-        size = align(size, states, (spec.page_size_bytes for spec in others if spec.tokens_per_state > 0))
+        try:
+            size = align(size, states, (spec.page_size_bytes for spec in others if spec.tokens_per_state > 0))
+        except ConfigError as error:
+            advice = "or give all layers one block table with --no-hybrid-kv-cache, where they allow it"
+            raise ConfigError(f"{error}; {advice}") from error
         if size.block_size != block_size:
             grown = {"block_size": size.block_size, "padded_page_size": None}
             aligned = {n: msgspec.structs.replace(s, **grown) if _shape(s) == main else s for n, s in specs.items()}
