@@ -137,8 +137,7 @@ def prepare(
         if planned.active:
             _logger.debug("plugin %s: %s", planned.label, planned.reason)
     limits = _limits(engine, settings, info)
-    if limits.kv_events:
-        require_kv_events(plan)
+    require_capabilities(plan, limits)
     spec = EngineSpec(
         model_name=name,
         plan=plan.to_bytes(),
@@ -271,12 +270,21 @@ def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: Eng
     return chosen
 
 
-def require_kv_events(plan: PluginPlan) -> None:
-    """Refuse a scheduler whose manifest does not claim them with ``ConfigError``: routers would wait for good."""
+def require_capabilities(plan: PluginPlan, limits: SchedulerLimits) -> None:
+    """Refuse a scheduler whose manifest does not claim what is asked of it with ``ConfigError``.
+
+    Routers would wait for events for good, and steps planned ahead would go wrong in ways of their own.
+    """
     scheduler = plan.selected("scheduler")
     manifest = load_manifest(scheduler)
-    if manifest is not None and manifest.capabilities.get("kv_events") is not True:
-        raise ConfigError(f"{scheduler.label} tells no KV cache events; leave --kv-events out or change --scheduler")
+    claimed = {} if manifest is None else manifest.capabilities
+    fault = ""
+    if limits.kv_events and claimed.get("kv_events", manifest is None) is not True:
+        fault = "tells no KV cache events; leave --kv-events out"
+    elif limits.max_inflight_steps > claimed.get("max_inflight_steps", 1) and manifest is not None:
+        fault = "plans no step ahead; leave --async-scheduling out"
+    if fault:
+        raise ConfigError(f"{scheduler.label} {fault} or change --scheduler")
 
 
 def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> PluginPlan:
