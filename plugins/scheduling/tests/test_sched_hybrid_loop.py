@@ -6,10 +6,23 @@ from typing import Any
 
 import pytest
 
-from hardpoint.interfaces import Feature, KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaCacheMode, spec_to_wire
+from hardpoint.interfaces import (
+    Feature,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaCacheMode,
+    RequestView,
+    SchedulerExtension,
+    spec_to_wire,
+)
 from hardpoint.testing import FakeWorker
+from hardpoint.testing.fake_worker import ScriptedDrafter
+from hardpoint.testing.scheduler_loop import SchedulerLoop
+from hardpoint_scheduling.schedulers.request import LiveRequest
+from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from kv_support import chunked, cross, encoder_only, full, latent, state, window
-from sched_support import BLOCK, Loop, answer, expected, make_scheduler, request
+from sched_support import BLOCK, Loop, answer, expected, limits, make_scheduler, request
 
 KINDS: dict[str, KVCacheSpec] = {
     "window": window(6),
@@ -33,7 +46,7 @@ def hybrid_loop(num_blocks: int, *others: KVCacheSpec, **limits: Any) -> Loop:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_blocks", [60, 22])
+@pytest.mark.parametrize("num_blocks", [pytest.param(60, marks=pytest.mark.slow), 22])
 def test_tokens_do_not_depend_on_other_groups(kind: str, num_blocks: int) -> None:
     """I3.8, R3.92: sharing, eviction and preemption in two groups at once."""
     loop = hybrid_loop(num_blocks, KINDS[kind], max_num_batched_tokens=12)
@@ -105,3 +118,50 @@ def test_encoder_outputs_have_blocks_of_their_own() -> None:
     for name in "ab":
         assert loop.tokens(name) == expected(range(3, 33), 4)
     assert loop.scheduler.stats().num_free_blocks == 39
+
+
+class Speculator(SchedulerExtension):
+    """Says that the worker has three guesses after each sample."""
+
+    name = "speculator"
+    drafts_on_worker = True
+
+    def num_lookahead_tokens(self, request: RequestView) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("on_worker", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", [MambaCacheMode.ALIGN, pytest.param(MambaCacheMode.ALL, marks=pytest.mark.slow)])
+def test_states_after_guesses_have_their_positions(mode: MambaCacheMode, depth: int, on_worker: bool) -> None:
+    """R1.33, R3.52, I3.8: three guesses per step, none to all of them right, blocks of 8 tokens."""
+    groups = tuple(
+        KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate((full(), state(mode, 8, drafts=3)))
+    )
+    config = KVCacheConfig(num_blocks=50, groups=groups, tensors=())
+    extensions = (Speculator(),) if on_worker else ()
+    scheduler = make_scheduler(kv_cache=config, max_inflight_steps=depth, extensions=extensions)
+    worker = FakeWorker(block_size=BLOCK, drafter=ScriptedDrafter(3, (3, 1, 0, 2)), keeps_drafts=on_worker)
+    loop = SchedulerLoop(scheduler, limits(max_inflight_steps=depth), 50, depth, worker)
+    prompts = {f"r{i}": [*range(3, 10 + 5 * i), 60 + i % 2] for i in range(5)}
+    for name, prompt in prompts.items():
+        loop.add(request(name, prompt, max_tokens=25))
+    for _ in range(400):
+        if not loop.pipeline.has_work():
+            break
+        loop.advance()
+        for live in scheduler._state.running.requests:
+            check_states(scheduler, live, depth)
+    for name, prompt in prompts.items():
+        assert loop.tokens[name] == expected(prompt, 25)
+    assert scheduler.stats().num_free_blocks == 49
+
+
+def check_states(scheduler: BatchScheduler, live: LiveRequest, depth: int) -> None:
+    """The next token's state, that it starts from, and those of the guesses behind it have blocks."""
+    table = scheduler._state.kv.block_ids(live.request_id)[1]
+    if depth > 1 or not live.num_computed_tokens:
+        return
+    start = (live.num_computed_tokens - 1) // 8
+    assert table[start], f"{live.request_id} starts from a state that is gone"
+    assert all(table[start:]), f"{live.request_id} has gaps behind its state"

@@ -235,7 +235,7 @@ class LongCoordinatorMachine(CoordinatorMachine):
 
 
 LIMITS: dict[str, Any] = {"stateful_step_count": 20, "deadline": None, "suppress_health_check": list(HealthCheck)}
-CoordinatorMachine.TestCase.settings = settings(max_examples=40, **LIMITS)
+CoordinatorMachine.TestCase.settings = settings(max_examples=25, **LIMITS)
 LongCoordinatorMachine.TestCase.settings = settings(max_examples=10_000, **LIMITS)
 TestCoordinatorMachine = CoordinatorMachine.TestCase
 TestLongCoordinatorMachine = pytest.mark.slow(pytest.mark.timeout(900)(LongCoordinatorMachine.TestCase))
