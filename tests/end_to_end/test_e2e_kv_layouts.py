@@ -94,6 +94,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("block_outermost", {"block_size": 4, "hybrid_kv_cache": False}),
         ("layer_outermost", {"block_size": 4, "hybrid_kv_cache": False}),
         ("layer_outermost", {"block_size": 4, "prefix_caching": False}),
+        # Hardly more than one sequence fits, so that requests are preempted and computed again.
+        ("block_outermost", {"block_size": 4, "num_kv_blocks": 150}),
+        ("layer_outermost", {"block_size": 4, "num_kv_blocks": 250, "async_scheduling": True}),
     ],
 )
 def test_a_model_with_windows_in_every_layout(kv_layout: str, options: dict[str, Any], hybrid: Path) -> None:
