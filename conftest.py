@@ -16,7 +16,8 @@ _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_
 
 _KITS = ("core/tests/testing/", "plugins/testing_torch/tests/")
 _MUTANTS = ("test_a_mutant_", "test_a_faulty_", "test_faulty_")
-# Files that mostly start processes and wait for them: for the slow tier, which is part of what every change must pass.
+# Files that mostly start processes and wait for them, or hold a part against a reference that the whole is held against in
+# the quick tier too: for the slow tier, which is part of what every change must pass.
 _SLOW = (
     *("core/tests/testing/test_testing_platform_suite.py", "core/tests/testing/test_testing_probing.py"),
     *("core/tests/testing/test_testing_plugin_suite.py", "core/tests/testing/test_testing_scheduler_suite.py"),
@@ -27,7 +28,7 @@ _SLOW = (
     *("tests/architecture/test_arch_import_order.py", "tests/docs/test_docs_example_plugins.py"),
     *("tests/end_to_end/test_e2e_kernel_plugins.py", "tests/end_to_end/test_e2e_minimal_platform.py"),
     *("tests/process/test_process_admin.py", "tests/process/test_process_hooks.py"),
-    *("tests/plugin_matrix/test_matrix_scaffold.py",),
+    *("tests/plugin_matrix/test_matrix_scaffold.py", "tests/parity/test_parity_torch_worker.py"),
 )
 
 
