@@ -16,8 +16,8 @@ _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_
 
 _KITS = ("core/tests/testing/", "plugins/testing_torch/tests/")
 _MUTANTS = ("test_a_mutant_", "test_a_faulty_", "test_faulty_")
-# Files that mostly start processes and wait for them, or hold a part against a reference that the whole is held against in
-# the quick tier too: for the slow tier, which is part of what every change must pass.
+# Files that mostly start processes and wait for them, or compare a part as the quick tier compares the whole:
+# for the slow tier, which is part of what every change must pass.
 _SLOW = (
     *("core/tests/testing/test_testing_platform_suite.py", "core/tests/testing/test_testing_probing.py"),
     *("core/tests/testing/test_testing_plugin_suite.py", "core/tests/testing/test_testing_scheduler_suite.py"),
