@@ -13,6 +13,7 @@ import pytest
 from hardpoint.interfaces import (
     EngineOutput,
     FinishReason,
+    LogprobArrays,
     RequestView,
     RowFailure,
     RunnerOutput,
@@ -347,6 +348,45 @@ def test_resetting_the_cache_under_running_requests() -> None:
     assert [ahead.update(), ahead.update()] == [[], []]
     ahead.run(3)
     assert ahead.tokens == {"a": expected(PROMPT, 5), "b": expected(PROMPT[1:], 5)}
+
+
+def test_prompt_logprobs_survive_a_preemption_while_they_are_under_way() -> None:
+    """R3.80, R1.11: the first output brings them, so one under way is thrown away and all positions come anew."""
+    ahead = Ahead()
+    ahead.scheduler.add(request("a", PROMPT[:4], max_tokens=3, sampling={"prompt_logprobs": 0}))
+    ahead.schedule()
+    ahead.scheduler._lifecycle.preempt(ahead.live("a"))
+    assert ahead.live("a").drops_stale
+    step = ahead.schedule()
+    assert step.num_computed_tokens.tolist() == [0]
+    assert ahead.update() == []
+    step, output = ahead.under_way.pop(0)
+    arrays = LogprobArrays(
+        rows=np.zeros(4, dtype=np.int32),
+        token_ids=np.arange(4, 8, dtype=np.int32)[:, None],
+        logprobs=np.full((4, 1), -1.0, dtype=np.float32),
+        ranks=np.ones(4, dtype=np.int32),
+    )
+    (first,) = ahead.scheduler.update(step, msgspec.structs.replace(output, prompt_logprobs=arrays))
+    assert first.prompt_logprobs is not None
+    assert [entry.token_ids[0] for entry in first.prompt_logprobs if entry is not None] == [4, 5, 6]
+    ahead.scheduler.check_integrity()
+
+
+def test_a_reset_preempts_nobody_for_nothing() -> None:
+    """R3.22: blocks that a connector still reads cannot be given up, so those who run go on."""
+
+    class Keeper(Store):
+        def may_free(self, request: RequestView) -> bool:
+            return False
+
+    ahead = Ahead(depth=1, extensions=(Keeper(),))
+    ahead.scheduler.add(request("a", PROMPT, max_tokens=1))
+    ahead.scheduler.add(request("b", PROMPT, max_tokens=9))
+    ahead.schedule()
+    ahead.update()
+    assert not ahead.scheduler.reset_prefix_cache(reset_running=True)
+    assert ahead.scheduler.stats().num_preemptions == 0
 
 
 # Victims

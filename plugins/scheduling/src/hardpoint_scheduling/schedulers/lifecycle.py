@@ -81,7 +81,9 @@ class Lifecycle:
         request.num_stale_tokens = in_flight
         request.drops_stale = in_flight > 0 and (drop_stale or request.drops_stale)
         if request.prompt_logprobs is not None:
+            # They come with the first output, so an output that is under way would come without.
             request.prompt_logprobs = []
+            request.drops_stale = in_flight > 0
         request.note(Milestone.PREEMPTED, state.clock())
         state.counters.preemptions += 1
         state.returning.add(request.request_id)
@@ -91,7 +93,8 @@ class Lifecycle:
         """Preempt everybody and drop what is in flight (R3.22); False, and nobody preempted, if blocks stay in use."""
         state = self._state
         running = state.running.requests
-        if not all(self.can_preempt(request) for request in running):
+        others_hold = len(state.kv.tables()) > len(running)
+        if others_hold or not all(self.can_preempt(request) for request in running):
             return False
         # The last one first, so that they come back in their order.
         for request in reversed(running):
