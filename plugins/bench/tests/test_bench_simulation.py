@@ -272,6 +272,13 @@ def test_memory_does_not_grow_with_the_trace() -> None:
     assert kept(1_000) < 700
 
 
+def test_requests_that_keep_one_another_from_going_on_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay ends, whatever the scheduler does; here the patience is shorter than an honest prefill."""
+    monkeypatch.setattr("hardpoint_bench.simulation._MAX_BARREN_STEPS", 5)
+    with pytest.raises(SchedulerFault, match="some request gets on; nobody got a token in 5 steps"):
+        replay([request(0, 0.0, length=60)])
+
+
 def test_the_worker_checks_new_rows() -> None:
     class WrongSlot(FakeScheduler):
         def _new_row(self, live: Any) -> Any:

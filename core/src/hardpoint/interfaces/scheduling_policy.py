@@ -61,7 +61,11 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def victim(self, running: Sequence[RequestView]) -> RequestView:
-        """Who of ``running`` (not empty, oldest admission first) gives up its blocks. Changes nothing."""
+        """Who of ``running`` (not empty, oldest admission first) gives up its blocks. Changes nothing.
+
+        What was computed for the victim is computed again, so an order that changes meanwhile must spare somebody until
+        it ends, such as the oldest: requests could otherwise preempt one another in turn and never get on.
+        """
 
     def on_scheduled(self, request: RequestView, num_tokens: int) -> None:
         """The next step computes ``num_tokens`` of the request. Overriding costs a call per request and step."""

@@ -21,6 +21,8 @@ from hardpoint_bench.trace import Trace, TraceRequest
 __all__ = ["MEASURED", "Simulation", "StepCost"]
 
 MEASURED = "measured"
+_MAX_BARREN_STEPS = 20_000
+"""Steps in a row without a token for anybody, after which requests are taken to keep one another from going on."""
 _PATIENCE = 3
 """Steps in a row with work but without rows, after which a scheduler counts as stuck."""
 
@@ -102,6 +104,7 @@ class Simulation:
         self._now = 0.0
         self._device_free = 0.0
         self._update_s = 0.0
+        self._barren_steps = 0
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -180,6 +183,10 @@ class Simulation:
         started = perf_counter_ns()
         outputs = self._scheduler.update(entry.step, entry.output)
         self._update_s = (perf_counter_ns() - started) / 1e9
+        self._barren_steps = 0 if outputs else self._barren_steps + 1
+        if self._barren_steps > _MAX_BARREN_STEPS:
+            rule = "some request gets on"
+            raise SchedulerFault(f"{rule}; nobody got a token in {_MAX_BARREN_STEPS} steps ({self._scheduler.stats()})")
         self._collect(outputs)
         if entry.step.num_tokens:
             self.outcome.steps += 1

@@ -42,10 +42,14 @@ class FairSharePolicy(SchedulingPolicy):
         return self._times.of(held.record.tenant) <= self._times.of(waiting.record.tenant)
 
     def victim(self, running: Sequence[RequestView]) -> RequestView:
-        """The latest admission of the tenant that had most."""
+        """The latest admission of the tenant that had most, but never the first of all while there is another.
+
+        Times rise with every token, recomputed ones too, so tenants could preempt one another in turn for ever; the
+        request that has run longest is left to its end.
+        """
         of = self._times.of
         chosen = running[-1]
-        for request in reversed(running):
+        for request in reversed(running[1:]):
             if of(request.record.tenant) > of(chosen.record.tenant):
                 chosen = request
         return chosen
