@@ -86,7 +86,7 @@ def test_tenants_do_not_preempt_one_another_for_ever() -> None:
     replay(load)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(LOADS)
 def test_random_loads_end_well(load: dict[str, Any]) -> None:
     replay(load)

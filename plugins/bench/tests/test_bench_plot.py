@@ -58,6 +58,7 @@ def test_a_folder_in_the_place_of_the_file_is_told(tmp_path: Path) -> None:
         check_plot(str(tmp_path / "p.svg"))
 
 
+@pytest.mark.slow
 def test_nothing_draws_unless_asked() -> None:
     """Commands that draw nothing do not pay for the library that does."""
     program = "import sys, hardpoint_bench.cli; sys.exit('matplotlib' in sys.modules)"
