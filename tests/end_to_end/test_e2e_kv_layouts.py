@@ -69,8 +69,11 @@ def test_smollm2_in_every_layout_and_with_several_block_sizes(
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3 of random weights: five layers with a window to each one without, twice."""
-    folder, donor = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("donor")
-    kinds = [*["sliding_attention"] * 5, "full_attention"] * 2
+    return save_model(tmp_path_factory, [*["sliding_attention"] * 5, "full_attention"] * 2)
+
+
+def save_model(tmp_path_factory: pytest.TempPathFactory, kinds: list[str]) -> Path:
+    folder, donor = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("donor")
     sizes: dict[str, Any] = {
         "num_hidden_layers": len(kinds),
         "layer_types": kinds,
@@ -102,7 +105,17 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_with_windows_in_every_layout(kv_layout: str, options: dict[str, Any], hybrid: Path) -> None:
     """R1.28, R1.48: windowed layers with tables of their own, sharing memory, and with the blocks of all tokens; the
     output is that of windowed attention either way. Sequences are several windows long."""
+    check_windows(hybrid, kv_layout=kv_layout, **options)
+
+
+def check_windows(folder: Path, **options: Any) -> None:
     rng = np.random.default_rng(7)
     prompts = [Prompt(token_ids=rng.integers(3, 250, size=length).tolist()) for length in (1, 5, 23, 60, 100)]
-    pairs = generate(str(hybrid), prompts, 40, kv_layout=kv_layout, **options)
-    TransformersOracle(hybrid).require_equal(pairs)
+    TransformersOracle(folder).require_equal(generate(str(folder), prompts, 40, **options))
+
+
+@pytest.mark.parametrize("hybrid_kv_cache", [True, False])
+def test_a_model_of_windows_only(hybrid_kv_cache: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """R1.28: also where no layer is a full one."""
+    folder = save_model(tmp_path_factory, ["sliding_attention"] * 3)
+    check_windows(folder, block_size=4, hybrid_kv_cache=hybrid_kv_cache)

@@ -11,6 +11,7 @@ import pytest
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -81,8 +82,11 @@ class OneTable(OneByOne):
         return msgspec.structs.replace(config, groups=(self.whole(request.specs),))
 
     def whole(self, specs: Mapping[str, KVCacheSpec]) -> KVCacheGroup:
-        full = next(spec for spec in specs.values() if isinstance(spec, FullAttentionSpec))
-        return KVCacheGroup(tuple(specs), spec_to_wire(msgspec.structs.replace(full, sliding_window=6)))
+        one = next(iter(specs.values()))
+        assert isinstance(one, AttentionSpec)
+        usual = {"num_kv_heads": one.num_kv_heads, "head_size": one.head_size, "sliding_window": 6}
+        full = FullAttentionSpec(block_size=one.block_size, dtype=one.dtype, **usual)  # type: ignore[arg-type]
+        return KVCacheGroup(tuple(specs), spec_to_wire(full))
 
 
 class WindowsSuite(make_suite(OneTable)):  # type: ignore[misc]

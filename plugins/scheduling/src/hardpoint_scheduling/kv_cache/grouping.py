@@ -76,19 +76,38 @@ def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
     return msgspec.structs.replace(full[0], sliding_window=window, chunk_size=chunk)
 
 
+def keeping_all(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """R1.28: windows and chunks as properties of layers that keep every token, so that one block table serves all.
+
+    Raises ``ConfigError`` for layers that cannot share one.
+    """
+    kept: dict[str, KVCacheSpec] = {}
+    for name, spec in specs.items():
+        kept[name] = spec
+        if isinstance(spec, SlidingWindowSpec):
+            kept[name] = FullAttentionSpec(**_shared_fields(spec), sliding_window=spec.sliding_window)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            kept[name] = FullAttentionSpec(**_shared_fields(spec), chunk_size=spec.chunk_size)
+    by_key = {spec.slot_key: name for name, spec in kept.items()}
+    if len(by_key) > 1:
+        named = ", ".join(f"{name!r} ({type(kept[name]).__name__})" for name in by_key.values())
+        raise ConfigError(
+            f"these layers cannot share one block table: {named}; do not turn off {HYBRID_SETTING} for this model"
+        )
+    return kept
+
+
 def group_layers(request: KVPlanRequest, registry: SpecRegistry) -> list[LayerGroup]:
     """Groups in order of their first layer.
 
     Layers that always need the same token slots form one group, whatever their pages, if ``registry`` names the same
-    grouping base for them. Where a model has layers of
-    several kinds, all pages are made equal and no group has more layers than :func:`_layers_per_group` says, so that
-    groups can share memory: block n of one lies where block n of the others does.
-    Raises ``ConfigError`` where one block table is asked for and the layers need several, and what alignment raises.
+    grouping base for them. Where a model has layers of several kinds, all pages are made equal and no group has more
+    layers than :func:`_layers_per_group` says, so that groups can share memory: block n of one lies where block n of
+    the others does. Raises what alignment raises.
     """
-    specs = request.specs if request.hybrid else _keeping_all(request.specs)
-    kinds = _kinds(specs, request.roles, registry)
+    kinds = _kinds(request.specs, request.roles, registry)
     if len(kinds) > 1:
-        kinds = _kinds(equal_pages(specs, request.block_size_rules), request.roles, registry)
+        kinds = _kinds(equal_pages(request.specs, request.block_size_rules), request.roles, registry)
     size = _layers_per_group(list(kinds.values()), request)
     groups = []
     for (role, *_), layers in kinds.items():
@@ -129,24 +148,6 @@ def _layers_per_group(kinds: Sequence[_Layers], request: KVPlanRequest) -> int:
         costs[size] = size * blocks
     least = min(costs.values(), default=0)
     return max((size for size, cost in costs.items() if 10 * cost <= 11 * least), default=1)
-
-
-def _keeping_all(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """R1.28: windows and chunks as properties of layers that keep every token."""
-    kept: dict[str, KVCacheSpec] = {}
-    for name, spec in specs.items():
-        kept[name] = spec
-        if isinstance(spec, SlidingWindowSpec):
-            kept[name] = FullAttentionSpec(**_shared_fields(spec), sliding_window=spec.sliding_window)
-        elif isinstance(spec, ChunkedLocalAttentionSpec):
-            kept[name] = FullAttentionSpec(**_shared_fields(spec), chunk_size=spec.chunk_size)
-    by_key = {spec.slot_key: name for name, spec in kept.items()}
-    if len(by_key) > 1:
-        named = ", ".join(f"{name!r} ({type(kept[name]).__name__})" for name in by_key.values())
-        raise ConfigError(
-            f"these layers cannot share one block table: {named}; do not turn off {HYBRID_SETTING} for this model"
-        )
-    return kept
 
 
 def _shared_fields(spec: AttentionSpec) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from hardpoint.interfaces import (
@@ -21,7 +22,7 @@ from hardpoint.interfaces import (
     PluginContext,
     plugin,
 )
-from hardpoint_scheduling.kv_cache.grouping import LayerGroup, group_layers, wire_groups
+from hardpoint_scheduling.kv_cache.grouping import LayerGroup, group_layers, keeping_all, wire_groups
 from hardpoint_scheduling.kv_cache.registry import load_registry
 from hardpoint_scheduling.kv_cache.sizing import bytes_per_block, check_one_sequence_fits, on_rank
 
@@ -41,6 +42,8 @@ class PagedLayout(KVLayout):
         self._plugins = plugins
 
     def plan(self, request: KVPlanRequest) -> KVCacheConfig:
+        if not request.hybrid:
+            request = replace(request, specs=keeping_all(request.specs))
         registry = load_registry(self._plugins, _kinds(request, self._plugins))
         registry.check(request.specs)
         groups = group_layers(request, registry)
