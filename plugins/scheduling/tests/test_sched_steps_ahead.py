@@ -441,6 +441,15 @@ def test_a_row_served_before_the_victim_keeps_what_it_got() -> None:
     finish_as_alone(ahead, [6, 6, 7, 7])
 
 
+def test_rows_between_the_victim_and_the_short_one_keep_what_they_got() -> None:
+    """R3.51: r1 was served after r0, which is taken out because r2 comes away empty."""
+    ahead = decoding(11, [5], [1, 1, 1])
+    step = ahead.schedule()
+    assert (step.preempted_slots.tolist(), step.slots.tolist()) == ([0], [1, 2, 3])
+    assert step.new_blocks[0].counts.tolist() == [1, 1, 1]
+    finish_as_alone(ahead, [6, 7, 7, 7])
+
+
 def test_the_worst_request_makes_room_for_nobody_but_itself() -> None:
     """R3.50: it is preempted, the loop ends."""
     ahead = decoding(9, [0], [1, 9])
