@@ -205,6 +205,11 @@ class KVCacheManager(ABC):
         """Give up the skipped blocks of a request whose first ``num_processed_tokens`` cannot be taken back."""
         return None
 
+    def release_unneeded_many(self, request_ids: Sequence[str], num_processed_tokens: Sequence[int]) -> None:
+        """:meth:`release_unneeded` row by row."""
+        for request_id, processed in zip(request_ids, num_processed_tokens, strict=True):
+            self.release_unneeded(request_id, processed)
+
     @abstractmethod
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Enter the complete blocks among the first ``num_tokens`` into the prefix index."""

@@ -199,6 +199,10 @@ class KVCacheSpecSuite(PluginSuite):
             assert table[skipped:] == before[skipped:], "a block that later tokens read was given up"
             pool.check({"a": table})
         manager.release_unneeded("nobody", length)
+        manager.allocate("b", length)
+        manager.release_unneeded_many(["a", "nobody", "b"], [length] * 3)
+        assert list(map(bool, manager.block_ids("b"))) == list(map(bool, table)), "rows give up what one would alone"
+        pool.check({name: manager.block_ids(name) for name in "ab"})
 
     def test_hits_count_as_held(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
         """R3.70: admission asks before anything is adopted."""

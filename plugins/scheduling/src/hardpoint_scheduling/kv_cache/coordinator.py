@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from math import lcm
 
 import numpy as np
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import NULL_BLOCK_ID, BlockHash, Int32Array, KVCacheConfig, group_key, spec_from_wire
+from hardpoint_scheduling.kv_cache.admitting import Admission, needed_to_admit, tokens_to_admit
 from hardpoint_scheduling.kv_cache.block_pool import BlockPool
 from hardpoint_scheduling.kv_cache.groups import KVGroup, build_groups, longest_prefix, num_real, without_skipped
 from hardpoint_scheduling.kv_cache.records import UNLIMITED_TOKENS as UNLIMITED_TOKENS
@@ -19,9 +21,6 @@ from hardpoint_scheduling.kv_cache.records import PrefixHit as PrefixHit
 from hardpoint_scheduling.kv_cache.records import Segments as Segments
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
 from hardpoint_scheduling.kv_cache.tails import PartialTails
-
-Admission = Sequence[tuple[KVGroup, Sequence[int]]]
-"""Per group, the positions of its table that a request takes over when it is admitted."""
 
 
 class KVCoordinator:
@@ -145,7 +144,8 @@ class KVCoordinator:
             (group, without_skipped(blocks, group.manager.num_skipped_blocks(computed)))
             for group, blocks in zip(self._groups, hit.without_tail().blocks, strict=True)
         ]
-        needed = self._needed_to_admit(request_id, admission, segments, end, gates)
+        whole = min(max(segments.whole, end), self.max_model_len) if gates.full_sequence_must_fit else None
+        needed = needed_to_admit(request_id, admission, segments, end, whole, self.max_in_flight_tokens)
         idle = sum(self.pool.count_idle(blocks) for _, blocks in admission)
         if needed + idle + gates.reserved_blocks > self.pool.num_free:
             return None
@@ -156,7 +156,7 @@ class KVCoordinator:
             if segments.external and group.manager.grows:
                 # What is loaded needs its own positions, also where a step that computed it would leave them out.
                 self._note_new(group, group.manager.allocate(request_id, computed))
-            self._note_new(group, group.manager.allocate(request_id, self._tokens_to_admit(group, segments, end)))
+            self._note_new(group, group.manager.allocate(request_id, tokens_to_admit(group, segments, end)))
         if hit.num_tail_tokens and self._tails is not None:
             self._tails.copy(hit.blocks[0][-1], request_id, len(hit.blocks[0]) - 1)
         self._holders[request_id] = None
@@ -209,15 +209,35 @@ class KVCoordinator:
         ``processed``: per row what :meth:`release_unneeded` takes; given, each row gives up before it takes (R3.71).
         The result's ``num_rows`` is the index of the row that came away empty, or the number of rows.
         """
-        releases = processed is not None and self.releases
-        if len(self._groups) == 1 and not releases and self._groups[0].manager.grows:
-            rows = self._groups[0].manager.allocate_many(request_ids, ends, self.pool.num_free)
+        for manager in self._releasing if processed is not None else ():
+            manager.release_unneeded_many(request_ids, processed or ())
+        sure = ends if num_sure is None else num_sure
+        wanted = [(group, ends if group.manager.counts_guesses else sure) for group in self._groups]
+        if len(wanted) == 1 and wanted[0][0].manager.grows:
+            rows = wanted[0][0].manager.allocate_many(request_ids, wanted[0][1], self.pool.num_free)
             return Growth(len(rows), (rows,))
+        needed = sum(
+            sum(map(group.manager.blocks_needed, request_ids, tokens, repeat(0)))
+            for group, tokens in wanted
+            if group.manager.grows
+        )
+        if needed > self.pool.num_free:
+            return self._grow_some(request_ids, ends, sure)
+        nothing: list[Sequence[int]] = [()] * len(request_ids)
+        ids = tuple(
+            group.manager.allocate_many(request_ids, tokens, needed) if group.manager.grows else nothing
+            for group, tokens in wanted
+        )
+        for group, of_group in zip(self._groups, ids, strict=True) if self._zeroed else ():
+            for blocks in of_group:
+                self._note_new(group, blocks)
+        return Growth(len(request_ids), ids)
+
+    def _grow_some(self, request_ids: Sequence[str], ends: Sequence[int], num_sure: Sequence[int]) -> Growth:
+        """Row by row, since there is not enough for all of them."""
         grown: list[Blocks] = []
-        for position, (request_id, end) in enumerate(zip(request_ids, ends, strict=True)):
-            if processed is not None and releases:
-                self.release_unneeded(request_id, processed[position])
-            blocks = self.grow(request_id, end, None if num_sure is None else num_sure[position])
+        for request_id, end, sure in zip(request_ids, ends, num_sure, strict=True):
+            blocks = self.grow(request_id, end, sure)
             if blocks is None:
                 break
             grown.append(blocks)
@@ -324,35 +344,6 @@ class KVCoordinator:
     def tables(self) -> Mapping[str, Blocks]:
         """All tables, for integrity checks."""
         return {request_id: self.block_ids(request_id) for request_id in self._holders}
-
-    def _needed_to_admit(
-        self, request_id: str, admission: Admission, segments: Segments, end: int, gates: Gates
-    ) -> int:
-        """Blocks that leave the free ones besides the hit. Where the whole sequence has to fit (R3.73), the bound is
-        that of start-up (R1.35)."""
-        whole = min(max(segments.whole, end), self.max_model_len)
-        needed = 0
-        for group, blocks in admission:
-            manager, held = group.manager, len(blocks)
-            more = 0
-            if segments.external and manager.grows:
-                more = manager.blocks_needed(request_id, segments.computed, held)
-            more += manager.blocks_needed(request_id, self._tokens_to_admit(group, segments, end), held + more)
-            if not manager.counts_guesses:
-                # Positions for guesses move on from the first allocation to the second.
-                more = min(more, group.most_blocks(end, self.max_in_flight_tokens))
-            if gates.full_sequence_must_fit and manager.grows:
-                if manager.keeps_all:
-                    more = max(more, manager.blocks_needed(request_id, whole, held))
-                else:
-                    more = max(more, group.most_blocks(whole, self.max_in_flight_tokens) - num_real(blocks))
-            needed += more
-        return needed
-
-    def _tokens_to_admit(self, group: KVGroup, segments: Segments, end: int) -> int:
-        if group.counts_encoder:
-            return segments.encoder
-        return group.tokens(end, min(segments.computed + max(segments.new, 0), end))
 
     def _note_new(self, group: KVGroup, blocks: Sequence[int]) -> None:
         if group.index in self._zeroed:

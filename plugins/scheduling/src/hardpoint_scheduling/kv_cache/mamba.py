@@ -116,10 +116,9 @@ class AlignedStateManager(StatePerBlockManager):
             self._checkpoints.setdefault(request_id, []).extend(range(first, growth.running))
         return new
 
-    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
-        if request_id in self._tables:
-            self._settled[request_id] = self.num_skipped_blocks(num_processed_tokens)
-        super().release_unneeded(request_id, num_processed_tokens)
+    def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
+        """Row by row: positions of one kind turn into another."""
+        return KVCacheManager.allocate_many(self, request_ids, ends, num_free)
 
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """The state at ``num_tokens`` if a block ends there, and checkpoints before it. A block end that a step merely
@@ -142,6 +141,10 @@ class AlignedStateManager(StatePerBlockManager):
         self._checkpoints.pop(request_id, None)
         self._settled.pop(request_id, None)
         super().free(request_id)
+
+    def _drop(self, request_id: str, table: Table, num_processed_tokens: int, dropped: list[int]) -> None:
+        self._settled[request_id] = self.num_skipped_blocks(num_processed_tokens)
+        super()._drop(request_id, table, num_processed_tokens, dropped)
 
     def _growth(self, request_id: str, num_hit_blocks: int, num_tokens: int) -> _Growth:
         table = self._tables.get(request_id)

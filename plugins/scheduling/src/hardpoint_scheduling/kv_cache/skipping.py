@@ -60,22 +60,49 @@ class SkippingManager(KVCacheManager):
         self._tables.setdefault(request_id, Table()).blocks.extend(blocks)
         return blocks
 
+    def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
+        """One call to the pool, if it has enough for all."""
+        tables = [self._tables.get(request_id) for request_id in request_ids]
+        counts = [
+            -1 if table is None else self._num_positions(end) - len(table.blocks)
+            for table, end in zip(tables, ends, strict=True)
+        ]
+        total = sum(count for count in counts if count > 0)
+        if None in tables or total > num_free:
+            return super().allocate_many(request_ids, ends, num_free)
+        blocks = self._pool.allocate(total)
+        grown: list[Sequence[int]] = []
+        start = 0
+        for table, count in zip(tables, counts, strict=True):
+            new: Sequence[int] = ()
+            if table is not None and count > 0:
+                new = blocks[start : start + count]
+                table.blocks.extend(new)
+                start += count
+            grown.append(new)
+        return grown
+
     def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
-        table = self._tables.get(request_id)
-        if table is None:
-            return
-        first, end = table.num_dropped, min(self.num_skipped_blocks(num_processed_tokens), len(table.blocks))
-        if end <= first:
-            return
-        self._pool.free(reversed(table.blocks[first:end]))
-        table.blocks[first:end] = [NULL_BLOCK_ID] * (end - first)
-        table.num_dropped = end
+        self.release_unneeded_many((request_id,), (num_processed_tokens,))
+
+    def release_unneeded_many(self, request_ids: Sequence[str], num_processed_tokens: Sequence[int]) -> None:
+        """What all rows give up goes to the pool in one call."""
+        dropped: list[int] = []
+        for request_id, processed in zip(request_ids, num_processed_tokens, strict=True):
+            table = self._tables.get(request_id)
+            if table is not None:
+                self._drop(request_id, table, processed, dropped)
+        if dropped:
+            self._pool.free(dropped)
 
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         table = self._tables.get(request_id)
         if table is None:
             return
-        full = min(num_tokens // self._block_size, len(table.blocks), len(block_hashes))
+        full = num_tokens // self._block_size
+        if full <= table.num_entered:
+            return
+        full = min(full, len(table.blocks), len(block_hashes))
         for position in range(max(table.num_entered, table.num_dropped), full):
             self._enter(table.blocks[position], block_hashes[position])
         table.num_entered = max(table.num_entered, full)
@@ -88,6 +115,16 @@ class SkippingManager(KVCacheManager):
     def block_ids(self, request_id: str) -> Sequence[int]:
         table = self._tables.get(request_id)
         return ReadOnlyView(() if table is None else table.blocks)
+
+    def _drop(self, request_id: str, table: Table, num_processed_tokens: int, dropped: list[int]) -> None:
+        """Replace the skipped blocks of a table by the null block and add them to ``dropped``, the last one first."""
+        blocks, first = table.blocks, table.num_dropped
+        end = min(self.num_skipped_blocks(num_processed_tokens), len(blocks))
+        if end <= first:
+            return
+        dropped.extend(reversed(blocks[first:end]))
+        blocks[first:end] = [NULL_BLOCK_ID] * (end - first)
+        table.num_dropped = end
 
     def _num_positions(self, num_tokens: int) -> int:
         """Length of a table that covers ``num_tokens``."""
