@@ -319,6 +319,6 @@ def test_admission_for_long() -> None:
     run_state_machine_as_test(
         AdmissionMachine,
         settings=settings(
-            max_examples=10_000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=4_000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
