@@ -78,9 +78,11 @@ def test_any_scheduler_with_options(hardpoint: CommandLine) -> None:
 
 def test_settings_count_as_in_a_server(hardpoint: CommandLine, tmp_path: Path) -> None:
     settings = tmp_path / "server.yaml"
-    settings.write_text("model: smollm2\ncache: {block_size: 8, prefix_caching: false}\n", encoding="utf-8")
-    report = measured(hardpoint, *SMALL, "--config", settings)
-    assert report["block_size"] == 8
+    text = "model: smollm2\ncache: {block_size: 8, prefix_caching: false}\n"
+    text += "scheduler: {max_num_seqs: 5, chunked_prefill: false, long_prefill_threshold: 16}\n"
+    settings.write_text(text, encoding="utf-8")
+    report = measured(hardpoint, *SMALL[2:], "--config", settings)
+    assert (report["block_size"], report["running"]) == (8, 5)
     assert (report["prefix_hit_rate"], report["hashes_checked"]) == (0.0, 0)
 
 
@@ -111,7 +113,8 @@ def test_the_help_explains_both_forms(hardpoint: CommandLine) -> None:
         (("--blocks", "1"), "--blocks 1 must be at least 2"),
         (("--blocks", "3"), "can never run"),
         (("--shared-prefix", "200"), "--shared-prefix 200 is longer than --prompt-len 128"),
-        (("--max-num-seqs", "3"), "--max-num-seqs 3 is not --running 256"),
+        (("--max-num-seqs", "3", "--running", "4"), "--max-num-seqs 3 is not --running 4"),
+        (("--max-model-len", "200"), "--max-model-len 200 ends requests before the last of --steps 512"),
         (("--max-num-batched-tokens", "100"), "has no room for a token of each of --running 256"),
         (("--scheduler", "fcsf"), "no scheduler plugin 'fcsf' (did you mean 'fcfs'?)"),
         (("--workload", "single"), "--workload is for a model"),

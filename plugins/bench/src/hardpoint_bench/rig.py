@@ -105,7 +105,12 @@ def _limits(engine: EngineConfig, sizes: Sizes) -> SchedulerLimits:
         "max_model_len": engine.model.max_model_len or sizes.max_model_len,
         "prefix_caching": engine.cache.prefix_caching,
     }
-    return msgspec.convert({**settled, **given}, SchedulerLimits)
+    limits = msgspec.convert({**settled, **given}, SchedulerLimits)
+    if limits.chunked_prefill or engine.scheduler.max_num_batched_tokens is not None:
+        return limits
+    # Whole prompts only: a step must have room for the longest one.
+    batched = max(limits.max_num_batched_tokens, limits.max_model_len)
+    return msgspec.structs.replace(limits, max_num_batched_tokens=batched)
 
 
 def with_blocks(config: AppConfig, blocks: int | None) -> AppConfig:

@@ -45,8 +45,10 @@ def measure(config: AppConfig, values: Values, repeats: int) -> dict[str, Any]:
 
 
 def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
+    (engine,) = config.engines.values()
+    seqs = engine.scheduler.max_num_seqs
     load = Load(
-        running=values["running"],
+        running=seqs if seqs is not None and not values.is_given("running") else values["running"],
         waiting=values["waiting"],
         steps=values["steps"],
         prompt_len=values["prompt-len"],
@@ -54,18 +56,23 @@ def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
         spread=values["spread-boundaries"],
     )
     load.check()
-    (engine,) = config.engines.values()
     _check_settings(engine, load)
     budget = engine.scheduler.max_num_batched_tokens
     chunk = engine.scheduler.long_prefill_threshold or budget or _UNTIMED_CHUNK
     sizes = load.sizes(block_size_of(engine), budget=budget, chunk=chunk)
+    longest = engine.model.max_model_len
+    if longest is not None and longest < sizes.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {longest} ends requests before the last of --steps {load.steps}; set it to "
+            f"{sizes.max_model_len} or more, or leave it out"
+        )
     return Rig.of(config, sizes, pipelined=values["async"]), load
 
 
 def _check_settings(engine: EngineConfig, load: Load) -> None:
     seqs, batched = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
     if seqs is not None and seqs != load.running:
-        raise ConfigError(f"--max-num-seqs {seqs} is not --running {load.running}; leave it out: the latter sets both")
+        raise ConfigError(f"--max-num-seqs {seqs} is not --running {load.running}; give one of them")
     if batched is not None and batched < load.running:
         raise ConfigError(
             f"--max-num-batched-tokens {batched} has no room for a token of each of --running {load.running} requests; "
