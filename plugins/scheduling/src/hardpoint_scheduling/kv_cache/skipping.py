@@ -62,24 +62,22 @@ class SkippingManager(KVCacheManager):
 
     def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
         """One call to the pool, if it has enough for all."""
-        tables = [self._tables.get(request_id) for request_id in request_ids]
-        counts = [
-            -1 if table is None else self._num_positions(end) - len(table.blocks)
-            for table, end in zip(tables, ends, strict=True)
-        ]
-        total = sum(count for count in counts if count > 0)
-        if None in tables or total > num_free:
+        try:
+            tables = [self._tables[request_id].blocks for request_id in request_ids]
+        except KeyError:
+            return super().allocate_many(request_ids, ends, num_free)
+        counts = [max(n - len(table), 0) for n, table in zip(map(self._num_positions, ends), tables, strict=True)]
+        total = sum(counts)
+        if total > num_free:
             return super().allocate_many(request_ids, ends, num_free)
         blocks = self._pool.allocate(total)
         grown: list[Sequence[int]] = []
         start = 0
         for table, count in zip(tables, counts, strict=True):
-            new: Sequence[int] = ()
-            if table is not None and count > 0:
-                new = blocks[start : start + count]
-                table.blocks.extend(new)
-                start += count
+            new = blocks[start : start + count]
+            table.extend(new)
             grown.append(new)
+            start += count
         return grown
 
     def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
