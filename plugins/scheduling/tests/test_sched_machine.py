@@ -67,13 +67,23 @@ class Speculator(SchedulerExtension):
         return 3
 
 
+class Store(SchedulerExtension):
+    """A connector that asks for nothing: blocks of ended requests still wait for the steps that write them (R3.85)."""
+
+    name = "store"
+
+    def may_free(self, request: RequestView) -> bool:
+        return True
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random adds, aborts, pauses, resets and steps; several steps may be under way while other things happen."""
 
-    @initialize(config=CONFIGS, right=DRAFTS, on_worker=st.booleans())
-    def start(self, config: dict[str, Any], right: list[int], on_worker: bool) -> None:
+    @initialize(config=CONFIGS, right=DRAFTS, on_worker=st.booleans(), store=st.booleans())
+    def start(self, config: dict[str, Any], right: list[int], on_worker: bool, store: bool) -> None:
         self.config = config
-        self.scheduler = make_scheduler(**config, extensions=(Speculator(),) if right and on_worker else ())
+        extensions = (*((Speculator(),) if right and on_worker else ()), *((Store(),) if store else ()))
+        self.scheduler = make_scheduler(**config, extensions=extensions)
         drafter = ScriptedDrafter(3, right) if right else None
         self.worker = FakeWorker(block_size=BLOCK, drafter=drafter, keeps_drafts=on_worker)
         self.worker.initialize_kv_cache(kv_config(config["num_blocks"]))
@@ -119,9 +129,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler._state.running.requests)
     @rule(data=st.data(), drop=st.booleans())
     def preempt(self, data: st.DataObject, drop: bool) -> None:
-        """R3.78-R3.80, whoever it is and whatever is in flight."""
+        """R3.78-R3.80, whoever it is and whatever is in flight, if its blocks can be had now (R3.49)."""
         victim = data.draw(st.sampled_from(self.scheduler._state.running.requests))
-        self.scheduler._lifecycle.preempt(victim, drop_stale=drop)
+        if self.scheduler._lifecycle.can_preempt(victim):
+            self.scheduler._lifecycle.preempt(victim, drop_stale=drop)
 
     @rule(mode=st.sampled_from([PauseMode.NONE, PauseMode.NONE, *PauseMode]))
     def pause(self, mode: PauseMode) -> None:
@@ -131,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset(self, running: bool) -> None:
         """R3.22."""
         done = self.scheduler.reset_prefix_cache(running)
-        assert done or not running
+        assert done or not running or self.scheduler._state.fences.enabled
         if done:
             assert self.scheduler._state.kv.pool.num_cached == 0
 
@@ -195,7 +206,7 @@ TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=30
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ten_thousand_sequences() -> None:
     """I3.1-I3.8."""
     run_state_machine_as_test(
