@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hardpoint.interfaces import (
     Feature,
@@ -165,3 +167,65 @@ def check_states(scheduler: BatchScheduler, live: LiveRequest, depth: int) -> No
     start = (live.num_computed_tokens - 1) // 8
     assert table[start], f"{live.request_id} starts from a state that is gone"
     assert all(table[start:]), f"{live.request_id} has gaps behind its state"
+
+
+SPECS = st.one_of(
+    st.builds(window, st.integers(1, 20), st.sampled_from([4, 8])),
+    st.builds(lambda n, size: chunked(n * size, size), st.integers(1, 3), st.sampled_from([4, 8])),
+    st.builds(state, st.sampled_from(MambaCacheMode), st.just(8), st.just(3), st.integers(0, 1)),
+    st.builds(latent, st.sampled_from([4, 8])),
+)
+SHAPES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 30), st.integers(1, 14), st.integers(0, 4)), min_size=1, max_size=8
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    others=st.lists(SPECS, min_size=1, max_size=3),
+    extra=st.integers(0, 30),
+    depth=st.integers(1, 3),
+    budget=st.integers(1, 20),
+    shapes=SHAPES,
+    right=st.sampled_from([(), (3, 1, 0, 2)]),
+    on_worker=st.booleans(),
+    whole=st.booleans(),
+)
+def test_any_groups_any_budget_any_depth(
+    others: list[KVCacheSpec],
+    extra: int,
+    depth: int,
+    budget: int,
+    shapes: list[tuple[int, int, int, int]],
+    right: tuple[int, ...],
+    on_worker: bool,
+    whole: bool,
+) -> None:
+    """I3.8, I3.5, R1.35: from pools for one sequence on, all requests end with the tokens they get alone."""
+    specs = (full(), *others)
+    depths: dict[str, Any] = {"max_inflight_steps": depth, "max_num_batched_tokens": budget, "max_model_len": 48}
+    depths["full_sequence_must_fit"] = whole
+    in_flight = min((depth + 1) * budget, 48)
+    num_blocks = 1 + extra + sum(spec.max_blocks(48, in_flight) for spec in specs)
+    groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate(specs))
+    config = KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=())
+    extensions = (Speculator(),) if right and on_worker else ()
+    scheduler = make_scheduler(kv_cache=config, extensions=extensions, **depths)
+    drafter = ScriptedDrafter(3, right) if right else None
+    worker = FakeWorker(block_size=BLOCK, drafter=drafter, keeps_drafts=on_worker and drafter is not None)
+    loop = SchedulerLoop(scheduler, limits(**depths), num_blocks, depth, worker)
+    wanted = {}
+    for i, (family, length, count, delay) in enumerate(shapes):
+        for _ in range(delay):
+            loop.advance()
+        prompt = [3 + (family * 31 + j) % 90 for j in range(length)]
+        if loop.add(request(f"r{i}", prompt, count)) is None:
+            wanted[f"r{i}"] = expected(prompt, count)
+    for _ in range(3_000):
+        if not loop.pipeline.has_work():
+            break
+        loop.advance()
+    assert {name: loop.tokens[name] for name in wanted} == wanted
+    assert scheduler.stats().num_free_blocks == num_blocks - 1
