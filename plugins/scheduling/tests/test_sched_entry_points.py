@@ -62,10 +62,13 @@ def test_a_policy_gets_the_options_that_are_set_for_it() -> None:
     policy = create("policy", options)._state.policy
     assert isinstance(policy, FairSharePolicy)
     queue = policy.create_queue()
-    for tenant in ("gold", "plain"):
+    running = []
+    for tenant in ("oldest", "plain", "gold"):
         queue.append(LiveRequest(request(tenant, [4], tenant=tenant), 9))
-        policy.on_scheduled(queue.pop(), 30)
-    assert policy.victim([LiveRequest(request(t, [4], tenant=t), 9) for t in ("plain", "gold")]).request_id == "plain"
+        running.append(queue.pop())
+    for member in running[1:]:
+        policy.on_scheduled(member, 30)
+    assert policy.victim(running).request_id == "plain"
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,13 @@ class Lifecycle:
         """Preempt everybody and drop what is in flight (R3.22); False, and nobody preempted, if blocks stay in use."""
         state = self._state
         running = state.running.requests
-        others_hold = len(state.kv.tables()) > len(running)
+        others_hold = len(state.kv.tables()) > len(running) + len(state.loads.arrived)
         if others_hold or not all(self.can_preempt(request) for request in running):
             return False
         # The last one first, so that they come back in their order.
         for request in reversed(running):
             self.preempt(request, drop_stale=True)
+        state.loads.give_up_arrived(state.kv)
         return True
 
     def _enter_known_blocks(self, request: LiveRequest) -> None:

@@ -163,11 +163,7 @@ class BatchScheduler(Scheduler):
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         state = self._state
-        if reset_running:
-            if not self._lifecycle.preempt_all():
-                return False
-            state.loads.give_up_arrived(state.kv)
-        if not state.kv.reset():
+        if (reset_running and not self._lifecycle.preempt_all()) or not state.kv.reset():
             return False
         return state.encoder is None or state.encoder.cache.reset()
 
