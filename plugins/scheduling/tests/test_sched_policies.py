@@ -261,6 +261,18 @@ def test_the_most_served_tenant_makes_room_with_its_latest_request() -> None:
     assert policy.victim(running).request_id == "b1"
 
 
+def test_whoever_runs_longest_is_spared_while_there_is_another() -> None:
+    """R3.48, I3.5: shares change while requests run, so that they could preempt one another in turn for ever."""
+    policy = FairSharePolicy(FairShareOptions())
+    queue = policy.create_queue()
+    running = [live(tenant, tenant=tenant) for tenant in "ab"]
+    for one in running:
+        queue.append(one)
+    policy.on_scheduled(running[0], 500)
+    assert policy.victim(running).request_id == "b"
+    assert policy.victim(running[:1]).request_id == "a"
+
+
 def test_two_tenants_share_a_busy_scheduler_by_their_weights() -> None:
     """A thousand requests of one tenant do not keep the other from its share of the computed tokens."""
     policy = FairSharePolicy(FairShareOptions(weights={"t1": 2.0}))
