@@ -143,6 +143,9 @@ class KVBlockPool(Protocol):
     def remember(self, block: int, key: BlockHashWithGroup) -> None:
         """Enter a block whose content is complete into the index, instead of the key it had."""
 
+    def remember_many(self, blocks: Iterable[int], keys: Iterable[BlockHashWithGroup]) -> None:
+        """:meth:`remember` for blocks and keys of equal position."""
+
     def forget(self, block: int) -> None:
         """Take a block out of the index; it stays whose it is."""
 
@@ -213,6 +216,13 @@ class KVCacheManager(ABC):
     @abstractmethod
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Enter the complete blocks among the first ``num_tokens`` into the prefix index."""
+
+    def cache_full_blocks_many(
+        self, request_ids: Sequence[str], block_hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
+    ) -> None:
+        """:meth:`cache_full_blocks` row by row."""
+        for request_id, hashes, end in zip(request_ids, block_hashes, ends, strict=True):
+            self.cache_full_blocks(request_id, hashes, end)
 
     @abstractmethod
     def free(self, request_id: str) -> None:

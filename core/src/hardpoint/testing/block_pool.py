@@ -64,6 +64,10 @@ class CheckedBlockPool:
                 raise ValueError(f"block {known} enters the index although nobody holds it")
             self._keys[known] = key
 
+    def remember_many(self, blocks: Iterable[int], keys: Iterable[BlockHashWithGroup]) -> None:
+        for block, key in zip(blocks, keys, strict=True):
+            self.remember(block, key)
+
     def forget(self, block: int) -> None:
         self._keys.pop(block, None)
 

@@ -135,9 +135,19 @@ class BlockPool:
 
     def remember_many(self, blocks: Iterable[int], keys: Iterable[BlockHashWithGroup]) -> None:
         """:meth:`remember` for pairs of equal position; the shorter of the two ends it."""
-        remember = self.remember
+        if self.log is not None:
+            for block, key in zip(blocks, keys, strict=False):
+                self.remember(block, key)
+            return
+        carried, insert = self._keys, self._index.insert
         for block, key in zip(blocks, keys, strict=False):
-            remember(block, key)
+            before = carried[block]
+            if before == key or block == NULL_BLOCK_ID:
+                continue
+            if before is not None:
+                self.forget(block)
+            carried[block] = key
+            insert(key, block)
 
     def forget(self, block: int) -> None:
         """Take a block out of the prefix index, so that no later request adopts it."""

@@ -291,10 +291,8 @@ class KVCoordinator:
         for group in self._groups:
             if group.is_late:
                 continue
-            enter = group.manager.cache_full_blocks
             own = hashes if group.scale == 1 else [group.hashes(of_request) for of_request in hashes]
-            for request_id, of_request, end in zip(request_ids, own, ends, strict=True):
-                enter(request_id, of_request, end)
+            group.manager.cache_full_blocks_many(request_ids, own, ends)
 
     def free(self, request_id: str) -> None:
         """Give up all blocks. A request without blocks is not an error."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from hardpoint.interfaces import (
     BlockHash,
+    BlockHashWithGroup,
     FullAttentionSpec,
     KVBlockPool,
     KVCacheManager,
@@ -96,6 +97,28 @@ class FullAttentionManager(KVCacheManager):
         for position in range(first, full):
             remember(table[position], block_hashes[position] + suffix)
         self._num_entered[request_id] = max(first, full)
+
+    def cache_full_blocks_many(
+        self, request_ids: Sequence[str], block_hashes: Sequence[Sequence[BlockHash]], ends: Sequence[int]
+    ) -> None:
+        """Rows at a block boundary come together and bring one block each, as a rule."""
+        entered, tables, size = self._num_entered, self._tables, self._block_size
+        suffix: Any = self._key_suffix
+        blocks: list[int] = []
+        keys: list[BlockHashWithGroup] = []
+        for request_id, hashes, end in zip(request_ids, block_hashes, ends, strict=True):
+            first = entered.get(request_id)
+            full = end // size
+            if first is None or full <= first:
+                continue
+            table = tables[request_id]
+            if full == first + 1 and full <= len(table) and full <= len(hashes):
+                blocks.append(table[first])
+                keys.append(hashes[first] + suffix)
+                entered[request_id] = full
+            else:
+                self.cache_full_blocks(request_id, hashes, end)
+        self._pool.remember_many(blocks, keys)
 
     def free(self, request_id: str) -> None:
         table = self._tables.pop(request_id, None)
