@@ -103,8 +103,8 @@ def test_help_names_what_is_installed(place: Place) -> None:
     """L12.16: choices come from metadata, so plugins need not be imported to be shown."""
     place.install("acme", "acme_parts", {KINDS[kind].group: "rivet" for kind in ("scheduler", "hash", "platform")})
     told = " ".join(place.run("serve", "--help").out.split())
-    assert "installed: fcfs, rivet" in told
-    assert "installed: rivet, sha256" in told
+    assert "installed: fcfs, policy, priority, rivet" in told
+    assert "installed: rivet, sha256, xxhash" in told
     assert "installed: cpu, rivet" in told
     assert not place.imported.exists()
 
@@ -114,7 +114,7 @@ def test_an_unknown_name_lists_what_is_installed(place: Place, tiny: Path) -> No
     place.install("acme", "acme_parts", {KINDS["scheduler"].group: "rivet"})
     said = place.run("generate", tiny, *FEW, "--scheduler", "rivett").complaint()
     assert "no scheduler plugin 'rivett' (did you mean 'rivet'?)" in said
-    assert "installed: fcfs, rivet" in said
+    assert "installed: fcfs, policy, priority, rivet" in said
     assert not place.imported.exists()
 
 
