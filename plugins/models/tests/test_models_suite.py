@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
+
 from hardpoint_testing_torch import ModelSuite
+
+
+@pytest.mark.slow
+class TestGemma3(ModelSuite):
+    plugin: ClassVar[str | None] = "Gemma3ForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 8.0,
+    }
+    unknown_config: ClassVar[Mapping[str, Any]] = {
+        "hidden_activation": "of_nobody",
+        "use_bidirectional_attention": True,
+    }
 
 
 class TestLlama(ModelSuite):

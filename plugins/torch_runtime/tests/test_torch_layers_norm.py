@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from hardpoint_torch_runtime.layers import RMSNorm, SiluAndMul
+from hardpoint_torch_runtime.layers import GeluTanhAndMul, RMSNorm, SiluAndMul
 
 CPU = torch.device("cpu")
 
@@ -56,3 +57,30 @@ def test_the_gate_equals_hugging_face() -> None:
     x = torch.randn(5, 8)
     gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
     torch.testing.assert_close(mlp.down_proj(SiluAndMul()(gate_up)), mlp(x))
+
+
+def test_the_other_gate_equals_hugging_face() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    mlp = Gemma3MLP(Gemma3TextConfig(**sizes))
+    x = torch.randn(5, 8)
+    gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+    torch.testing.assert_close(mlp.down_proj(GeluTanhAndMul()(gate_up)), mlp(x))
+
+
+@pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16])
+def test_weights_stored_as_deviations_from_one(stored_dtype: torch.dtype) -> None:
+    """The offset is added in float32, so that deviations too small for bfloat16 beside one are kept."""
+    ours, theirs = RMSNorm(24, 1e-5, torch.float32, CPU, weight_offset=1.0), Gemma3RMSNorm(24, 1e-5)
+    stored = (torch.randn(24) * 1e-3).to(stored_dtype)
+    placement = ours.place("weight", None)
+    placement.target(ours.weight).copy_(placement.source(stored))
+    theirs.weight.data.copy_(stored)
+    x = torch.randn(7, 24)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+def test_weights_without_an_offset_are_views_of_what_is_stored() -> None:
+    stored = torch.randn(24)
+    assert norms()[0].place("weight", None).source(stored).data_ptr() == stored.data_ptr()
+    with pytest.raises(KeyError, match="only a whole 'weight'"):
+        norms()[0].place("weight", "q")

@@ -1,5 +1,7 @@
 """Dense decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated feed-forward.
 
+Windows, rotations, norms, activation, scales and caps are the configuration's choice, layer by layer where it matters.
+
 Legend: T tokens of the step, C hidden size, V vocabulary, S sampled positions; H query and K KV heads of this rank,
 D head size. Parameter names follow Hugging Face checkpoints but for the fused ``qkv_proj`` and ``gate_up_proj``.
 """
@@ -14,11 +16,19 @@ from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.decoder_config import DecoderConfig
-from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
 
 __all__ = ["DecoderModel"]
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def _norm(size: int, config: DecoderConfig, layers: LayerToolkit) -> RMSNorm:
+    return layers.rms_norm(size, config.norm_eps, weight_offset=config.norm_offset)
+
+
+def _activation(config: DecoderConfig, layers: LayerToolkit) -> torch.nn.Module:
+    return layers.gelu_tanh_and_mul() if config.activation == "gelu_tanh" else layers.silu_and_mul()
 
 
 class DecoderAttention(torch.nn.Module):
@@ -39,16 +49,17 @@ class DecoderAttention(torch.nn.Module):
         self.o_proj = layers.row_linear(
             f"{name}.o_proj", config.num_heads * size, config.hidden_size, bias=config.output_bias
         )
-        self.q_norm = layers.rms_norm(size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = layers.rms_norm(size, config.norm_eps) if config.qk_norm else None
+        self.q_norm = _norm(size, config, layers) if config.qk_norm else None
+        self.k_norm = _norm(size, config, layers) if config.qk_norm else None
         self.rotary = layers.rotary(size, config.rope)
         self.attn = layers.attention(
             f"{name}.attn",
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_size=size,
-            scale=size**-0.5,
+            scale=config.attention_scale,
             sliding_window=window,
+            logits_soft_cap=config.attention_soft_cap,
         )
         self._num_heads = heads
         self._num_rotated = heads + kv_heads
@@ -77,7 +88,7 @@ class DecoderMLP(torch.nn.Module):
         self.down_proj = layers.row_linear(
             f"{name}.down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias
         )
-        self.activation = layers.silu_and_mul()
+        self.activation = _activation(config, layers)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(hidden)))
@@ -88,9 +99,9 @@ class DecoderLayer(torch.nn.Module):
 
     def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
         super().__init__()
-        self.input_layernorm = layers.rms_norm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = _norm(config.hidden_size, config, layers)
         self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
-        self.post_attention_layernorm = layers.rms_norm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
         self.mlp = DecoderMLP(f"{name}.mlp", config, layers)
 
     def forward(
@@ -99,6 +110,27 @@ class DecoderLayer(torch.nn.Module):
         normed, residual = self.input_layernorm.add(hidden, residual)
         normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation), residual)
         return self.mlp(normed), residual
+
+
+class SandwichLayer(torch.nn.Module):
+    """Like :class:`DecoderLayer`, with the outputs of attention and feed-forward normalized before they are added."""
+
+    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(config.hidden_size, config, layers)
+        self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
+        self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
+        self.pre_feedforward_layernorm = _norm(config.hidden_size, config, layers)
+        self.mlp = DecoderMLP(f"{name}.mlp", config, layers)
+        self.post_feedforward_layernorm = _norm(config.hidden_size, config, layers)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        attended = self.post_attention_layernorm(self.self_attn(normed, rotation))
+        normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class DecoderStack(torch.nn.Module):
@@ -111,28 +143,38 @@ class DecoderStack(torch.nn.Module):
         self.embed_tokens = (
             layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
         )
+        layer_class = SandwichLayer if config.is_sandwiched else DecoderLayer
+        indices = range(stage.first, stage.last)
         # Keyed by the number in the whole model, so that names agree over stages.
         self.layers = torch.nn.ModuleDict(
             {
-                str(index): DecoderLayer(f"model.layers.{index}", config, config.windows[index], layers)
-                for index in range(stage.first, stage.last)
+                str(index): layer_class(f"model.layers.{index}", config, config.windows[index], layers)
+                for index in indices
             }
         )
-        self.norm = layers.rms_norm(config.hidden_size, config.norm_eps) if stage.has_head else None
+        self.norm = _norm(config.hidden_size, config, layers) if stage.has_head else None
         self.rotary = layers.rotary(config.head_size, config.rope)
-        self._in_order = tuple(self.layers.values())
+        local = config.local_rope
+        self.local_rotary = None if local is None else layers.rotary(config.head_size, local)
+        is_local = [local is not None and config.local_layers[index] for index in indices]
+        self._in_order = tuple(zip(self.layers.values(), is_local, strict=True))
+        # Rounded as the embeddings are.
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=layers.dtype))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.embed_tokens is None:
             raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
-        return self.embed_tokens(token_ids)
+        embedded = self.embed_tokens(token_ids)
+        return embedded if self._embedding_scale is None else embedded * self._embedding_scale
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T, C] to [T, C]; ``hidden`` is overwritten."""
         rotation = self.rotary.lookup(positions)
+        local_rotation = rotation if self.local_rotary is None else self.local_rotary.lookup(positions)
         residual: torch.Tensor | None = None
-        for layer in self._in_order:
-            hidden, residual = layer(hidden, residual, rotation)
+        for layer, is_local in self._in_order:
+            hidden, residual = layer(hidden, residual, local_rotation if is_local else rotation)
         if self.norm is not None:
             return self.norm.add(hidden, residual)[0]
         return hidden if residual is None else residual.add_(hidden)
@@ -182,7 +224,9 @@ class DecoderModel(torch.nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.lm_head is None:
             raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._kv_specs
@@ -202,6 +246,8 @@ class DecoderModel(torch.nn.Module):
             "model.norm.weight",
             f"{layer}.input_layernorm.weight",
             f"{layer}.post_attention_layernorm.weight",
+            f"{layer}.pre_feedforward_layernorm.weight",
+            f"{layer}.post_feedforward_layernorm.weight",
             f"{layer}.self_attn.o_proj.*",
             f"{layer}.self_attn.q_norm.weight",
             f"{layer}.self_attn.k_norm.weight",

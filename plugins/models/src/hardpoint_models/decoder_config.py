@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint_models.config_fields import ConfigFields
 from hardpoint_torch_runtime.layers import RopeParameters
 
-__all__ = ["DecoderConfig", "DecoderVariant"]
+__all__ = ["Activation", "DecoderConfig", "DecoderVariant", "require_grouped_heads", "require_layer_types"]
+
+Activation = Literal["silu", "gelu_tanh"]
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,17 @@ class DecoderVariant:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention."""
+    """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention.
+
+    Attributes:
+        attention_scale: factor on the products of queries and keys.
+        local_rope: rotation of the layers in ``local_layers``; None where all layers rotate alike.
+        local_layers: one entry per layer.
+        norm_offset: what checkpoints leave off the weights of norms.
+        is_sandwiched: the outputs of attention and feed-forward are normalized too, before they are added.
+        embedding_scale: factor on token embeddings; given embeddings bear it already.
+        attention_soft_cap, logits_soft_cap: ``c`` in ``c * tanh(x / c)`` on scores and on logits, or None.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -51,6 +64,15 @@ class DecoderConfig:
     qk_norm: bool
     rope: RopeParameters
     windows: tuple[int | None, ...]
+    attention_scale: float
+    activation: Activation = "silu"
+    local_rope: RopeParameters | None = None
+    local_layers: tuple[bool, ...] = ()
+    norm_offset: float = 0.0
+    is_sandwiched: bool = False
+    embedding_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any], architecture: str, variant: DecoderVariant) -> DecoderConfig:
@@ -60,13 +82,9 @@ class DecoderConfig:
         fields.require("hidden_act", ("silu", "swish"), "silu")
         fields.require("pretraining_tp", (1,), 1)
         hidden_size = fields.integer("hidden_size")
-        num_heads = fields.integer("num_attention_heads")
-        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            raise ModelFormatError(
-                f"{architecture}: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
-            )
+        num_heads, num_kv_heads = require_grouped_heads(fields)
         num_layers = fields.integer("num_hidden_layers")
+        head_size = fields.integer("head_dim", hidden_size // num_heads)
         attention_bias = fields.flag("attention_bias", False)
         return cls(
             hidden_size=hidden_size,
@@ -74,7 +92,7 @@ class DecoderConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=fields.integer("head_dim", hidden_size // num_heads),
+            head_size=head_size,
             vocab_size=fields.integer("vocab_size"),
             norm_eps=fields.number("rms_norm_eps", variant.default_eps),
             is_tied=fields.flag("tie_word_embeddings", False),
@@ -84,7 +102,20 @@ class DecoderConfig:
             qk_norm=variant.qk_norm,
             rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **_present(config)}),
             windows=_windows(fields, num_layers, variant),
+            attention_scale=head_size**-0.5,
         )
+
+
+def require_grouped_heads(fields: ConfigFields) -> tuple[int, int]:
+    """Query and KV heads; ``ModelFormatError`` where the former cannot be shared out among the latter."""
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelFormatError(
+            f"{fields.architecture}: num_attention_heads={num_heads} is no multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    return num_heads, num_kv_heads
 
 
 def _present(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,9 +134,8 @@ def _windows(fields: ConfigFields, num_layers: int, variant: DecoderVariant) -> 
     window = fields.integer("sliding_window", variant.default_window)
     layer_types = fields.raw.get("layer_types")
     if layer_types is not None:
-        return tuple(
-            _layer_window(fields, kind, window) for kind in _checked_layer_types(fields, layer_types, num_layers)
-        )
+        kinds = require_layer_types(fields, layer_types, num_layers)
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if not variant.has_window_switch:
         return (window,) * num_layers
     if not fields.flag("use_sliding_window", False):
@@ -116,20 +146,19 @@ def _windows(fields: ConfigFields, num_layers: int, variant: DecoderVariant) -> 
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def _checked_layer_types(fields: ConfigFields, layer_types: Any, num_layers: int) -> Sequence[str]:
+def require_layer_types(fields: ConfigFields, layer_types: Any, num_layers: int) -> Sequence[str]:
+    """The entries of ``layer_types``, one per layer: ``full_attention`` or ``sliding_attention``.
+
+    ``ModelFormatError`` for anything but a list of that length, ``UnsupportedModelError`` for other kinds.
+    """
     if not isinstance(layer_types, list | tuple) or len(layer_types) != num_layers:
         raise ModelFormatError(
             f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {layer_types!r}"
         )
+    for kind in layer_types:
+        if kind not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: "
+                f"{', '.join(map(repr, LAYER_TYPES))}"
+            )
     return layer_types
-
-
-def _layer_window(fields: ConfigFields, kind: str, window: int) -> int | None:
-    if kind == "full_attention":
-        return None
-    if kind == "sliding_attention":
-        return window
-    raise UnsupportedModelError(
-        f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: 'full_attention', "
-        "'sliding_attention'"
-    )

@@ -1,6 +1,6 @@
 """The layer library models are built from. Models receive a :class:`LayerToolkit`, not these classes."""
 
-from hardpoint_torch_runtime.layers.activation import SiluAndMul
+from hardpoint_torch_runtime.layers.activation import GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.embedding import LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionLayer",
     "ColumnParallelLinear",
     "Communicator",
+    "GeluTanhAndMul",
     "LMHead",
     "LayerToolkit",
     "LinearFactory",

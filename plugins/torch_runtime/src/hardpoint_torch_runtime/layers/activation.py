@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from hardpoint_torch_runtime.ops import reference
 
-__all__ = ["SiluAndMul"]
+__all__ = ["GeluTanhAndMul", "SiluAndMul"]
 
 
 class SiluAndMul(torch.nn.Module):
@@ -20,3 +21,11 @@ class SiluAndMul(torch.nn.Module):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernel(gate_up)
+
+
+class GeluTanhAndMul(torch.nn.Module):
+    """[..., 2 M] (gate first) to [..., M]: ``gelu(gate) * up``, the Gaussian error function approximated by tanh."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hardpoint_torch_runtime.layers.placement import Placement
 from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["RMSNorm"]
@@ -14,15 +15,24 @@ class RMSNorm(torch.nn.Module):
 
     With ``residual`` the sum ``x + residual`` is normalized and returned as the new residual; ``residual`` is updated
     in place, so the caller must own it. The kernels are those of the seams ``rms_norm`` and ``add_rms_norm``.
+    ``weight_offset``: checkpoints hold the weight less this number; it is added when they are loaded, and not again.
     """
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        *,
+        weight_offset: float = 0.0,
     ) -> None:
         super().__init__()
         kernels = kernels or Kernels()
         self.size = size
         self.eps = eps
+        self.weight_offset = weight_offset
         self._norm, self._add_norm = kernels.rms_norm, kernels.add_rms_norm
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
 
@@ -34,6 +44,11 @@ class RMSNorm(torch.nn.Module):
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         return self._add_norm(x, residual, self.weight, self.eps)
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        if parameter != "weight" or shard is not None:
+            raise KeyError(f"a norm has only a whole 'weight', not {parameter!r} / {shard!r}")
+        return Placement.whole((self.size,), self.weight_offset)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"

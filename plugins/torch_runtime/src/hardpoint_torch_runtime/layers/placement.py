@@ -14,21 +14,25 @@ __all__ = ["Placement", "ShardedModule"]
 @dataclass(frozen=True, slots=True)
 class Placement:
     """``stored_shape`` is what the file must hold. Of it, ``length`` entries from ``source_start`` along ``dim`` are
-    this rank's part; they go to ``target_start`` along the same dimension of the parameter."""
+    this rank's part; they go to ``target_start`` along the same dimension of the parameter. The file holds values less
+    ``offset``."""
 
     stored_shape: tuple[int, ...]
     dim: int
     source_start: int
     target_start: int
     length: int
+    offset: float = 0.0
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Placement:
-        return cls(shape, 0, 0, 0, shape[0] if shape else 1)
+    def whole(cls, shape: tuple[int, ...], offset: float = 0.0) -> Placement:
+        return cls(shape, 0, 0, 0, shape[0] if shape else 1, offset)
 
     def source(self, stored: torch.Tensor) -> torch.Tensor:
-        """View of ``stored`` that belongs to this rank."""
-        return stored if stored.dim() == 0 else stored.narrow(self.dim, self.source_start, self.length)
+        """The values of ``stored`` that belong to this rank; a view unless there is an offset."""
+        part = stored if stored.dim() == 0 else stored.narrow(self.dim, self.source_start, self.length)
+        # In float32, where small differences from the offset survive.
+        return part.float() + self.offset if self.offset else part
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
         """View of ``parameter`` that the stored tensor fills."""

@@ -13,7 +13,7 @@ from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec, KVCacheSpec, 
 from hardpoint.interfaces.kv_dtypes import kv_storage
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers.activation import SiluAndMul
+from hardpoint_torch_runtime.layers.activation import GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.embedding import LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
@@ -125,11 +125,15 @@ class LayerToolkit:
 
     # Everything else.
 
-    def rms_norm(self, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(size, eps, self.dtype, self.device, self.kernels)
+    def rms_norm(self, size: int, eps: float, *, weight_offset: float = 0.0) -> RMSNorm:
+        """``weight_offset``: what checkpoints leave off the weight (1 where they hold the deviation from one)."""
+        return RMSNorm(size, eps, self.dtype, self.device, self.kernels, weight_offset=weight_offset)
 
     def silu_and_mul(self) -> SiluAndMul:
         return SiluAndMul(self.kernels.silu_and_mul)
+
+    def gelu_tanh_and_mul(self) -> GeluTanhAndMul:
+        return GeluTanhAndMul()
 
     def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
         """A table long enough for ``max_model_len``; equal requests share one."""
