@@ -19,6 +19,7 @@ def make(window: int, block_size: int = 4, num_blocks: int = 64) -> tuple[Recent
 def test_ten_thousand_tokens_take_no_more_than_the_window() -> None:
     manager, pool = make(window=16)
     for length in range(1, 10_001):
+        manager.release_unneeded("a", length - 1)
         manager.allocate("a", length)
     assert 63 - pool.num_free <= 6
     assert len(manager.block_ids("a")) == 2_500
@@ -32,6 +33,7 @@ def test_whatever_a_token_reads_is_there(steps: list[int], window: int, block_si
     manager, _ = make(window, block_size, num_blocks=400)
     length = 0
     for count in steps:
+        manager.release_unneeded("a", length)
         manager.allocate("a", length + count)
         table = manager.block_ids("a")
         for token in range(length, length + count):

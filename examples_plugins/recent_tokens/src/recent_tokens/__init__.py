@@ -33,18 +33,16 @@ class RecentTokensSpec(AttentionSpec, frozen=True, kw_only=True):
     window: int = 64
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """The window and a step's tokens, which may begin in the middle of a block."""
-        tokens = min(max_model_len, self.window - 1 + 2 * max_in_flight_tokens)
+        """The window and what steps under way compute; the window may begin in the middle of a block."""
+        tokens = min(max_model_len, self.window - 1 + max_in_flight_tokens)
         return min(-(-tokens // self.block_size) + 1, -(-max_model_len // self.block_size))
 
 
 @dataclass(slots=True)
 class Life:
-    """``num_scheduled`` tokens were given room; the first ``num_entered`` blocks were offered to the index, the first
-    ``num_dropped`` given up."""
+    """The first ``num_entered`` blocks were offered to the index, the first ``num_dropped`` given up."""
 
     table: list[int] = field(default_factory=list)
-    num_scheduled: int = 0
     num_entered: int = 0
     num_dropped: int = 0
 
@@ -72,7 +70,7 @@ class RecentTokensManager(KVCacheManager):
             raise ValueError(f"request {request_id} already holds blocks of group {self._group_id}")
         self._pool.touch(block_ids)
         held = len(block_ids)
-        self._live[request_id] = Life(list(block_ids), held * self._block_size, num_entered=held)
+        self._live[request_id] = Life(list(block_ids), num_entered=held)
 
     def allocate(self, request_id: str, num_tokens: int) -> Sequence[int]:
         live = self._live.get(request_id) or Life()
@@ -80,16 +78,21 @@ class RecentTokensManager(KVCacheManager):
         new = self._pool.allocate(grow) if grow > 0 else ()
         self._live[request_id] = live
         live.table.extend(new)
-        self._drop_old(live)
-        live.num_scheduled = max(live.num_scheduled, num_tokens)
         return new
 
-    def _drop_old(self, live: Life) -> None:
-        """The step's first token stands at ``num_scheduled`` and reads ``window - 1`` tokens before it."""
-        readable = max(live.num_scheduled - self._window + 1, 0) // self._block_size
-        old = live.table[live.num_dropped : readable]
-        live.table[live.num_dropped : readable] = [NULL_BLOCK_ID] * len(old)
-        live.num_dropped = max(live.num_dropped, readable)
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """The next token reads ``window - 1`` tokens before it."""
+        return max(num_computed_tokens - self._window + 1, 0) // self._block_size
+
+    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
+        """The scheduler calls it before the table grows, with tokens that no step under way reads or takes back."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        end = min(self.num_skipped_blocks(num_processed_tokens), len(live.table))
+        old = live.table[live.num_dropped : end]
+        live.table[live.num_dropped : end] = [NULL_BLOCK_ID] * len(old)
+        live.num_dropped = max(live.num_dropped, end)
         self._pool.free(reversed(old))
 
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
