@@ -32,6 +32,7 @@ from hardpoint.interfaces import (
     spec_from_wire,
 )
 from hardpoint.interfaces.plugin import ProcessRole
+from hardpoint.testing.kv_layout_suite import check_memory
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.grouping import merge_specs
 from hardpoint_scheduling.kv_cache.layouts import (
@@ -314,14 +315,22 @@ SHAPES = st.tuples(
 )
 
 
-def check_disjoint(layout: type[PagedLayout], shapes: list[tuple[int, int, str, int]], hybrid: bool) -> None:
-    """Inside their buffer, and disjoint within a group; every page of every layer, byte by byte."""
+def random_plan(
+    layout: type[PagedLayout], shapes: list[tuple[int, int, str, int]], hybrid: bool
+) -> tuple[dict[str, KVCacheSpec], KVCacheConfig]:
+    """Layers of these heads, head sizes, dtypes and windows (0: none), and a plan for them."""
     specs: dict[str, KVCacheSpec] = {}
     for i, (heads, size, dtype, window) in enumerate(shapes):
         fields: dict[str, Any] = {"num_kv_heads": heads, "head_size": size, "dtype": dtype}
         specs[f"l{i}"] = windowed(window, **fields) if window else spec(**fields)
     config = plan(specs, num_blocks=64, hybrid=hybrid, layout=layout)
     assert hybrid or len(config.groups) == 1
+    return specs, config
+
+
+def check_disjoint(layout: type[PagedLayout], shapes: list[tuple[int, int, str, int]], hybrid: bool) -> None:
+    """Inside their buffer, and disjoint within a group; every page of every layer, byte by byte."""
+    specs, config = random_plan(layout, shapes, hybrid)
     granted = config.layer_specs(specs)
     assert list(granted) == [name for group in config.groups for name in group.layer_names]
     place = {
@@ -363,7 +372,8 @@ def test_pages_of_one_group_never_overlap_in_many_models(
     layout: type[PagedLayout], shapes: list[tuple[int, int, str, int]], hybrid: bool
 ) -> None:
     """I1.4."""
-    check_disjoint(layout, shapes, hybrid)
+    specs, config = random_plan(layout, shapes, hybrid)
+    check_memory(config, specs)
 
 
 KINDS: tuple[KVCacheSpec, ...] = (
