@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import types
 import typing
@@ -50,8 +51,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """A strategy for the values of a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) and not typing.get_args(annotation):
-        hints = typing.get_type_hints(annotation)
-        return st.builds(annotation, **{name: values(hints[name]) for name in annotation.__struct_fields__})
+        return _records(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return st.sampled_from(annotation)
     if annotation in SCALARS or annotation is None:
@@ -72,6 +72,17 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(values(parameters[0]), values(parameters[1]), max_size=2)
     raise TypeError(f"no values for {annotation}")
+
+
+@functools.cache
+def _records(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """Deferred, and one for each type: records may hold others of their own type."""
+
+    def built() -> st.SearchStrategy[Any]:
+        hints = typing.get_type_hints(kind)
+        return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+
+    return st.deferred(built)
 
 
 def same(left: Any, right: Any) -> bool:
