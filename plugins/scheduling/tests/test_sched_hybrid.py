@@ -231,6 +231,16 @@ def test_layers_of_mixed_sizes_are_managed_like_the_first() -> None:
     assert kv.find_prefix(hashes, 17).num_tokens == 16
 
 
+def test_positions_of_sharded_tokens_span_the_blocks_of_all_ranks() -> None:
+    """R1.34, R11.24: two ranks with blocks of 4 tokens fill a position, and its hash, with 8."""
+    kv = coordinator(20, full(4, context_shards=2))
+    assert (kv.group_block_sizes(), kv.hash_block_size) == ((8,), 8)
+    hashes = cached(kv, 17)
+    assert [len(table) for table in kv.block_ids("a")] == [3]
+    assert kv.find_prefix(hashes, 20).num_tokens == 16
+    assert kv.largest_sequence == 19 * 8
+
+
 def test_a_model_of_encoder_layers_alone_has_unlimited_room() -> None:
     kv = coordinator(1, encoder_only())
     assert admit(kv, "a", 500) is not None
