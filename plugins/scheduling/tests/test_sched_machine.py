@@ -20,17 +20,22 @@ from hypothesis.stateful import (
 from hardpoint.interfaces import (
     EngineOutput,
     FinishReason,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
     PauseMode,
     RequestView,
     RunnerOutput,
     SchedulerExtension,
     SchedulerOutput,
+    spec_to_wire,
 )
 from hardpoint.testing import FakeWorker
 from hardpoint.testing.fake_worker import ScriptedDrafter
 from hardpoint_scheduling.schedulers.factories import create_fcfs, create_priority
 from hardpoint_scheduling.schedulers.integrity import check_state
-from sched_support import BLOCK, expected, kv_config, make_loop, make_scheduler, request
+from kv_support import window
+from sched_support import BLOCK, expected, make_loop, make_scheduler, request, spec
 
 CONFIGS = st.fixed_dictionaries(
     {
@@ -46,6 +51,8 @@ CONFIGS = st.fixed_dictionaries(
         "create": st.sampled_from([create_fcfs, create_priority]),
     }
 )
+# Beside the group that the worker reads: blocks of another size, and a window that gives blocks up on the way.
+GROUPS: st.SearchStrategy[tuple[KVCacheSpec, ...]] = st.sampled_from([(), (spec(2 * BLOCK),), (window(6),)])
 # How many of up to three guesses are right, by the length of the sequence; nothing: no drafts.
 DRAFTS: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 3), min_size=1, max_size=5))
 # Few families with common prefixes, so that requests share, diverge inside a block and evict one another.
@@ -79,14 +86,22 @@ class Store(SchedulerExtension):
 class SchedulerMachine(RuleBasedStateMachine):
     """Random adds, aborts, pauses, resets and steps; several steps may be under way while other things happen."""
 
-    @initialize(config=CONFIGS, right=DRAFTS, on_worker=st.booleans(), store=st.booleans())
-    def start(self, config: dict[str, Any], right: list[int], on_worker: bool, store: bool) -> None:
+    @initialize(config=CONFIGS, others=GROUPS, right=DRAFTS, on_worker=st.booleans(), store=st.booleans())
+    def start(
+        self, config: dict[str, Any], others: tuple[KVCacheSpec, ...], right: list[int], on_worker: bool, store: bool
+    ) -> None:
         self.config = config
+        specs = (spec(), *others)
+        kv_cache = KVCacheConfig(
+            num_blocks=config["num_blocks"] + 8 * len(others),
+            groups=tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(of_group)) for i, of_group in enumerate(specs)),
+            tensors=(),
+        )
         extensions = (*((Speculator(),) if right and on_worker else ()), *((Store(),) if store else ()))
-        self.scheduler = make_scheduler(**config, extensions=extensions)
+        self.scheduler = make_scheduler(**config, extensions=extensions, kv_cache=kv_cache)
         drafter = ScriptedDrafter(3, right) if right else None
         self.worker = FakeWorker(block_size=BLOCK, drafter=drafter, keeps_drafts=on_worker)
-        self.worker.initialize_kv_cache(kv_config(config["num_blocks"]))
+        self.worker.initialize_kv_cache(kv_cache)
         self.under_way: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
         self.prompts: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -97,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"r{len(self.prompts)}"
         self.prompts[name], self.tokens[name] = prompt, []
         refused = self.scheduler.add(request(name, prompt, max_tokens, priority=priority))
-        capacity = (self.config["num_blocks"] - 1) * BLOCK
+        capacity = self.scheduler._state.kv.largest_sequence
         assert (refused is not None) == (len(prompt) > min(capacity, 63))
         if refused is not None:
             self.collect([refused])
