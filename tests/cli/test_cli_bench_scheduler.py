@@ -244,6 +244,13 @@ def test_a_long_cached_prompt_is_found(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, *SMALL, "--lookup", 100_000)
     assert report["lookup_cached_tokens"] == 99_984
     assert report["lookup_ms"] > 0
+    assert report["lookup_first_ms"] > 0
+
+
+@pytest.mark.parametrize("tokens", [2, 15, 16, 17, 160, 161])
+def test_cached_prompts_of_any_length_are_found(hardpoint: CommandLine, tokens: int) -> None:
+    report = measured(hardpoint, "--running", 2, "--steps", 2, "--no-ipc", "--json", "--blocks", 40, "--lookup", tokens)
+    assert report["lookup_cached_tokens"] == (tokens - 1) // 16 * 16
 
 
 @pytest.mark.slow

@@ -234,6 +234,8 @@ def test_lookup_needs_a_prefix_cache() -> None:
         measure_lookup(make_rig(lookup_sizes(64, BLOCK_SIZE), FakeScheduler, {"caches_prefixes": True}), 64)
     with pytest.raises(ConfigError, match="--lookup 1 must be at least 2"):
         lookup_sizes(1, BLOCK_SIZE)
+    with pytest.raises(ConfigError, match="--lookup needs a --block-size of 2 or more, not 1"):
+        lookup_sizes(9, 1)
 
 
 @pytest.mark.slow

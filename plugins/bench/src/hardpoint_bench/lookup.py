@@ -12,7 +12,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces import Int32Array
 from hardpoint_bench.clocked_loop import ClockedLoop
 from hardpoint_bench.faults import require
-from hardpoint_bench.requests import make_request
+from hardpoint_bench.requests import make_request, own_tokens
 from hardpoint_bench.rig import Rig, Sizes
 
 __all__ = ["Lookup", "lookup_sizes", "measure_lookup"]
@@ -24,48 +24,86 @@ _FIRST = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Medians. ``lookup_ms`` is the whole ``schedule`` call that finds, adopts and sends the blocks of the prompt;
-    ``hash_ms`` the ``add`` call before it, which hashes. ``cached_tokens`` is what was found."""
+    """Medians. ``first_ms`` is ``add`` and the first attempt to admit the prompt, which hash it; ``lookup_ms`` all of
+    the later ``schedule`` call that finds, adopts and sends its blocks. ``cached_tokens`` is what was found."""
 
     tokens: int
     cached_tokens: int
     lookup_ms: float
-    hash_ms: float
+    first_ms: float
     blocks_leaked: int
 
 
 def lookup_sizes(num_tokens: int, block_size: int) -> Sizes:
-    """Room for the prompt once, and once more for what is not shared."""
+    """Room for the prompt, but not beside another request of two blocks. Raises ``ConfigError`` for too few tokens."""
     if num_tokens < 2:
         raise ConfigError(f"--lookup {num_tokens} must be at least 2: the last token of a prompt is always computed")
-    return Sizes(2, _BATCHED, num_tokens + 8, 2 * -(-num_tokens // block_size) + 8)
+    if block_size < 2:
+        raise ConfigError(f"--lookup needs a --block-size of 2 or more, not {block_size}")
+    return Sizes(2, _BATCHED, max(num_tokens, block_size) + 8, -(-num_tokens // block_size) + 2)
+
+
+class _LookupRun:
+    """One scheduler. The prompt is computed once; then it is asked for while another request holds the last blocks, so
+    that the scheduler hashes it and looks it up in vain, and admitted when that one has ended."""
+
+    def __init__(self, rig: Rig, num_tokens: int) -> None:
+        self._rig = rig
+        self._scheduler, self._worker = rig.create()
+        self._loop = ClockedLoop(self._scheduler, self._worker.execute, rig.limits.max_inflight_steps)
+        self._prompt: Int32Array = np.arange(_FIRST, _FIRST + num_tokens, dtype=np.int32)
+
+    def fill(self) -> None:
+        self._add("fill", self._prompt, 1)
+        self._drain()
+
+    def ask(self, repeat: int) -> tuple[float, float, int]:
+        """Milliseconds of the first attempt and of the lookup, and tokens found."""
+        name, holder = f"lookup-{repeat}", f"holder-{repeat}"
+        self._worker.ending = False
+        self._add(holder, own_tokens(repeat, self._rig.block_size + 1), 4)
+        self._loop.turn()
+        self._worker.ending = True
+        first_ms = self._add(name, self._prompt.copy(), 1)
+        lookup_ms, cached, is_first = 0.0, 0, True
+        while self._loop.has_work():
+            cached += sum(output.num_cached_tokens for output in self._loop.turn())
+            step, spent = self._loop.step, self._loop.schedule_ns / 1e6
+            if step is not None and any(row.request_id == name for row in step.new_rows):
+                lookup_ms = spent
+            if is_first:
+                first_ms, is_first = first_ms + spent, False
+        return first_ms, lookup_ms, cached
+
+    def _add(self, name: str, prompt: Int32Array, max_tokens: int) -> float:
+        request = make_request(name, prompt, max_tokens)
+        started = perf_counter_ns()
+        refusal = self._scheduler.add(request)
+        if refusal is not None:
+            raise ConfigError(f"a prompt of {len(prompt)} tokens can never run; leave out --max-model-len")
+        return (perf_counter_ns() - started) / 1e6
+
+    def _drain(self) -> None:
+        while self._loop.has_work():
+            self._loop.turn()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._scheduler.stats().num_free_blocks
 
 
 def measure_lookup(rig: Rig, num_tokens: int) -> Lookup:
-    """Compute the prompt once, then ask for it again. Raises ``SchedulerFault`` when less than all of it is found."""
+    """With a rig of :func:`lookup_sizes`. Raises ``SchedulerFault`` when less than all of the prompt is found."""
     if not rig.caches_prefixes:
         raise ConfigError(f"--lookup needs prefix caching, which {rig.plugin.label} does not do with these settings")
-    scheduler, worker = rig.create()
-    free = scheduler.stats().num_free_blocks
-    loop = ClockedLoop(scheduler, worker.execute, rig.limits.max_inflight_steps)
-    prompt: Int32Array = np.arange(_FIRST, _FIRST + num_tokens, dtype=np.int32)
+    run = _LookupRun(rig, num_tokens)
+    free = run.num_free_blocks
+    run.fill()
     due = (num_tokens - 1) // rig.block_size * rig.block_size
-    hash_ms, lookup_ms, cached = [], [], 0
-    for repeat in range(_REPEATS + 1):
-        request = make_request(f"lookup-{repeat}", prompt.copy(), 1)
-        started = perf_counter_ns()
-        refusal = scheduler.add(request)
-        added = perf_counter_ns()
-        if refusal is not None:
-            raise ConfigError(f"a prompt of {num_tokens} tokens can never run; raise --blocks or --max-model-len")
-        cached = sum(output.num_cached_tokens for output in loop.turn())
-        first_turn = loop.schedule_ns
-        while loop.has_work():
-            cached += sum(output.num_cached_tokens for output in loop.turn())
-        if repeat:
-            hash_ms.append((added - started) / 1e6)
-            lookup_ms.append(first_turn / 1e6)
-            require(cached == due, f"all {due} tokens in full blocks are found", f"{cached} were")
-    leaked = free - scheduler.stats().num_free_blocks
+    answers = [run.ask(repeat) for repeat in range(_REPEATS)]
+    for _, _, cached in answers:
+        require(cached == due, f"all {due} tokens in full blocks are found", f"{cached} were")
+    leaked = free - run.num_free_blocks
     require(leaked == 0, "every block is free again once everybody has ended", f"{leaked} leaked")
-    return Lookup(num_tokens, cached, median(lookup_ms), median(hash_ms), leaked)
+    first_ms, lookup_ms = (median(answer[index] for answer in answers) for index in (0, 1))
+    return Lookup(num_tokens, due, lookup_ms, first_ms, leaked)
