@@ -27,6 +27,7 @@ class ClockedLoop:
         self.updated: SchedulerOutput | None = None
         self.schedule_ns = 0
         self.update_ns = 0
+        self.schedule_cpu_ns = 0
         self.cpu_ns = 0
         self._execute = execute
         self._max_inflight = max_inflight
@@ -48,7 +49,7 @@ class ClockedLoop:
         cpu, started = thread_time_ns(), perf_counter_ns()
         step = scheduler.schedule() if scheduler.has_work() else None
         self.schedule_ns = perf_counter_ns() - started
-        self.cpu_ns = thread_time_ns() - cpu
+        self.cpu_ns = self.schedule_cpu_ns = thread_time_ns() - cpu
         self.update_ns = 0
         if step is not None and step.must_execute:
             self.step = step
