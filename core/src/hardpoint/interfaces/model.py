@@ -34,13 +34,18 @@ class WeightRule:
     """Where a stored tensor goes: names matching ``pattern`` (``*`` for one path segment) are loaded into ``target``.
 
     ``shard`` names the part of a fused parameter (``q``, ``k``, ``v``, ``gate``, ``up``), None for the whole.
-    ``optional`` tensors may be absent; a rule with ``target`` None ignores the tensor on purpose.
+    Several rules with one target and shard name alternatives, of which a checkpoint has one.
+    ``optional`` tensors may be absent; a rule with ``target`` None ignores the tensor on purpose, unless it says what
+    the tensor is a stack of: each entry along its first dimension holds the tensors ``unstacked``, equally long parts
+    behind one another, which are then loaded as if they had been stored by those names. The last ``*`` of a name takes
+    the number of the entry, those before it the pattern's matches.
     """
 
     pattern: str
     target: str | None
     shard: str | None = None
     optional: bool = False
+    unstacked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

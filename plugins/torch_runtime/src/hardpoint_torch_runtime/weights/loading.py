@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from hardpoint_torch_runtime.layers.linear_method import PackedLinearMethod
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
 from hardpoint_torch_runtime.weights.report import PartialModel, Problems, WeightReport
 from hardpoint_torch_runtime.weights.rules import RuleBook, WeightPlan
+from hardpoint_torch_runtime.weights.stacks import is_stack, unstack
 
 __all__ = ["as_torch", "load_weights"]
 
@@ -64,9 +65,11 @@ def load_weights(
     progress = _Progress()
     with torch.no_grad(), _bar(loader, info, show_progress and rank == 0) as bar:
         for tensor in loader.tensors(info):
-            _take(tensor, model, slots, plan, progress)
+            for part in _parts(tensor, plan, progress):
+                _take(part, model, slots, plan, progress)
+                # Or it would live on while the loader unpacks the next one.
+                del part
             bar.update(tensor.data.nbytes)
-            # Or it would live on while the loader unpacks the next one.
             del tensor
     Problems(plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule).raise_if_any(info.artifact)
     for module in _module(model).modules():
@@ -100,6 +103,17 @@ def _bar(loader: WeightLoader, info: ModelInfo, shown: bool) -> Iterator[tqdm]:
         yield bar
 
 
+def _parts(tensor: WeightTensor, plan: WeightPlan, progress: _Progress) -> Iterable[WeightTensor]:
+    """The tensor, or what it is a stack of."""
+    names = plan.book.entries(tensor.name)
+    if not names:
+        return (tensor,)
+    if not is_stack(tensor, len(names)):
+        progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected a stack of {' and '.join(names)})")
+        return ()
+    return unstack(tensor, names)
+
+
 def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: WeightPlan, progress: _Progress) -> None:
     destination = plan.book.destination(tensor.name)
     if destination is None:
@@ -113,7 +127,9 @@ def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: Wei
         known = progress.ignored if destination.is_optional else progress.unexpected
         known.append(tensor.name)
         return
-    plan.arrived(tensor.name)
+    if not plan.arrived(tensor.name):
+        progress.unexpected.append(f"{tensor.name} (loaded already, by this or another name)")
+        return
     try:
         placement = slot.place(destination.shard)
     except KeyError as error:

@@ -16,7 +16,8 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """Outcome of a successful load. ``num_bytes`` counts stored bytes that went into this rank's parameters."""
+    """Outcome of a successful load. ``num_bytes`` counts stored bytes that went into this rank's parameters;
+    what a stack holds is counted one by one."""
 
     num_tensors: int
     num_bytes: int

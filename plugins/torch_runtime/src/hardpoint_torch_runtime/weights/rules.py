@@ -40,13 +40,19 @@ class _CompiledRule:
             raise ValueError(
                 f"weight rule {rule.pattern!r} -> {rule.target!r}: pattern and target must have equally many '*'"
             )
+        one_more = [name for name in rule.unstacked if name.count("*") != rule.pattern.count("*") + 1]
+        if one_more or (rule.unstacked and rule.target is not None):
+            raise ValueError(
+                f"weight rule {rule.pattern!r} -> {rule.unstacked!r}: the names of what a stack holds must have one "
+                f"'*' more than the pattern, and the rule no target, but it has {rule.target!r}"
+            )
         self.rule = rule
         self._stored = _matcher(rule.pattern)
         self._target = None if rule.target is None else _matcher(rule.target)
 
     def destination(self, stored_name: str) -> Destination | None:
         match = self._stored.fullmatch(stored_name)
-        if match is None:
+        if match is None or self.rule.unstacked:
             return None
         target = None if self.rule.target is None else _fill(self.rule.target, match.groups())
         return Destination(target, self.rule.shard, self.rule.optional or target is None)
@@ -56,6 +62,10 @@ class _CompiledRule:
         if match is None:
             return None
         return Expected(_fill(self.rule.pattern, match.groups()), self.rule.shard, self.rule.optional)
+
+    def entries(self, stored_name: str) -> tuple[str, ...]:
+        match = self._stored.fullmatch(stored_name) if self.rule.unstacked else None
+        return () if match is None else tuple(_fill(name, (*match.groups(), "*")) for name in self.rule.unstacked)
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
@@ -81,6 +91,10 @@ class RuleBook:
                 return found
         return None
 
+    def entries(self, stored_name: str) -> tuple[str, ...]:
+        """What each entry of the stack ``stored_name`` holds, with ``*`` for the entry's number; () for no stack."""
+        return next((found for rule in self._rules if (found := rule.entries(stored_name))), ())
+
     def expected(self, parameter: str) -> tuple[Expected, ...]:
         """The stored tensors that together fill ``parameter``."""
         found = (rule.expected(parameter) for rule in self._rules)
@@ -88,22 +102,28 @@ class RuleBook:
 
 
 class WeightPlan:
-    """What is still to come for a given set of parameters."""
+    """What is still to come for a given set of parameters. Of alternatives for one part the first to come is taken."""
 
     def __init__(self, book: RuleBook, parameters: Iterable[str]) -> None:
         self.book = book
         self.without_rule: list[str] = []
-        self._awaited: dict[str, bool] = {}
+        self._awaited: dict[tuple[str, str | None], list[Expected]] = {}
+        self._parts: dict[str, tuple[str, str | None]] = {}
         for parameter in parameters:
             expected = book.expected(parameter)
             if not expected:
                 self.without_rule.append(parameter)
             for one in expected:
-                self._awaited[one.stored_name] = one.is_optional
+                part = (parameter, one.shard)
+                self._awaited.setdefault(part, []).append(one)
+                self._parts[one.stored_name] = part
 
-    def arrived(self, stored_name: str) -> None:
-        self._awaited.pop(stored_name, None)
+    def arrived(self, stored_name: str) -> bool:
+        """False if the part it fills has arrived before."""
+        part = self._parts.get(stored_name)
+        return part is None or self._awaited.pop(part, None) is not None
 
     def missing(self) -> tuple[str, ...]:
-        """Required stored tensors that have not arrived, in model order."""
-        return tuple(name for name, is_optional in self._awaited.items() if not is_optional)
+        """Required stored tensors that have not arrived, in model order; alternatives joined by ``or``."""
+        required = (names for names in self._awaited.values() if not all(name.is_optional for name in names))
+        return tuple(" or ".join(dict.fromkeys(name.stored_name for name in names)) for names in required)
