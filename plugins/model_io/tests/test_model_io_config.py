@@ -134,7 +134,8 @@ def test_code_named_by_auto_map_is_never_run(hf_folder: MakeFolder, as_artifact:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"]
+    "architecture",
+    ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_dummy_weights_have_the_references_names_and_shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,12 +18,31 @@ from hardpoint_model_io.weights.config_json import describe_config
 
 Shape = tuple[int, ...]
 
-# Decoders of one layout; the value tells whether query and key are normalized and whether q, k, v carry a bias.
-_SUPPORTED: Mapping[str, tuple[bool, bool]] = {
-    "LlamaForCausalLM": (False, False),
-    "MistralForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (False, True),
-    "Qwen3ForCausalLM": (True, False),
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a decoder's tensors differ from those of Llama.
+
+    Attributes:
+        normalizes: queries and keys have norms.
+        has_bias: those of queries, keys and values, whatever the configuration says.
+        is_sandwiched: the feed-forward part has norms of its own on both sides.
+        is_tied, head_dim: what holds where the configuration leaves it out; None: the hidden size over the heads.
+    """
+
+    normalizes: bool = False
+    has_bias: bool = False
+    is_sandwiched: bool = False
+    is_tied: bool = False
+    head_dim: int | None = None
+
+
+_SUPPORTED: Mapping[str, _Layout] = {
+    "LlamaForCausalLM": _Layout(),
+    "MistralForCausalLM": _Layout(),
+    "Qwen2ForCausalLM": _Layout(has_bias=True),
+    "Qwen3ForCausalLM": _Layout(normalizes=True),
+    "Gemma3ForCausalLM": _Layout(normalizes=True, is_sandwiched=True, is_tied=True, head_dim=256),
 }
 
 
@@ -71,11 +91,11 @@ def tensor_shapes(info: ModelInfo) -> dict[str, Shape]:
         raise UnsupportedModelError(
             f"dummy weights exist for {', '.join(_SUPPORTED)}, not for {info.architecture!r}; use real weights"
         )
-    normalizes, has_bias = _SUPPORTED[info.architecture]
+    layout = _SUPPORTED[info.architecture]
     config, origin = info.config, info.artifact.root
     hidden = _size(config, "hidden_size", origin)
     heads = _size(config, "num_attention_heads", origin)
-    head_dim = _size(config, "head_dim", origin, hidden // heads)
+    head_dim = _size(config, "head_dim", origin, layout.head_dim or hidden // heads)
     query, key_value = heads * head_dim, _size(config, "num_key_value_heads", origin, heads) * head_dim
     wide = _size(config, "intermediate_size", origin)
     layer: dict[str, Shape] = {
@@ -89,17 +109,19 @@ def tensor_shapes(info: ModelInfo) -> dict[str, Shape]:
         "mlp.up_proj.weight": (wide, hidden),
         "mlp.down_proj.weight": (hidden, wide),
     }
-    if normalizes:
+    if layout.is_sandwiched:
+        layer |= {f"{side}_feedforward_layernorm.weight": (hidden,) for side in ("pre", "post")}
+    if layout.normalizes:
         layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    if has_bias or config.get("attention_bias"):
+    if layout.has_bias or config.get("attention_bias"):
         layer |= {f"self_attn.{part}_proj.bias": layer[f"self_attn.{part}_proj.weight"][:1] for part in "qkv"}
-    if config.get("attention_bias") and not has_bias:
+    if config.get("attention_bias") and not layout.has_bias:
         layer["self_attn.o_proj.bias"] = (hidden,)
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (info.vocab_size, hidden)}
     for index in range(_size(config, "num_hidden_layers", origin)):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", layout.is_tied):
         shapes["lm_head.weight"] = (info.vocab_size, hidden)
     return shapes
 
