@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces import Prompt, RequestOutput
@@ -32,6 +33,8 @@ LIMITS: dict[str, Any] = {
     "num_kv_blocks": 2000,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+MAX_RELATIVE_ERROR = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,22 @@ def pairs(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], list[int]]]
     return [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in outputs]
 
 
+@torch.inference_mode()
+def logprob_error(oracle: TransformersOracle, outputs: Sequence[RequestOutput]) -> float:
+    """Largest deviation of the most likely tokens' log-probabilities, relative to the largest logit."""
+    worst = 0.0
+    for output in outputs:
+        prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+        logits = oracle.model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits, dim=-1)
+        positions = output.outputs[0].logprobs or ()
+        assert len(positions) == len(generated)
+        found = torch.tensor([[one.logprob for one in position.top] for position in positions])
+        ids = torch.tensor([[one.token_id for one in position.top] for position in positions])
+        worst = max(worst, float((found - expected.gather(1, ids)).abs().max() / logits.abs().max()))
+    return worst
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,9 +110,10 @@ def test_greedy_tokens_alone_together_and_after_a_prefix(
     asked = prompts(1, 11, 12, 13, 60, 150)
     with LLM(str(folder), **{**LIMITS, **options}) as llm:
         alone = [llm.generate([one], GREEDY)[0] for one in asked[::2]]
-        together, again = (llm.generate(asked, GREEDY) for _ in range(2))
+        together, again = (llm.generate(asked, WITH_LOGPROBS) for _ in range(2))
     oracle.require_equal(pairs([*alone, *together]))
     assert pairs(together) == pairs(again)
+    assert logprob_error(oracle, [*together, *again]) < MAX_RELATIVE_ERROR
     cached = [one.num_cached_tokens for one in again]
     assert (max(cached) > 2 * WINDOW) == options.get("prefix_caching", True), cached
 
@@ -101,9 +121,10 @@ def test_greedy_tokens_alone_together_and_after_a_prefix(
 def test_preempted_requests_are_computed_again(folder: Path, oracle: TransformersOracle) -> None:
     """Room for one sequence of the largest length: six that grow together push one another out."""
     with LLM(str(folder), **{**LIMITS, "num_kv_blocks": 200}) as llm:
-        outputs = llm.generate(prompts(90, 91, 92, 93, 94, 95), GREEDY)
+        outputs = llm.generate(prompts(90, 91, 92, 93, 94, 95), WITH_LOGPROBS)
         assert llm.core.scheduler.stats().num_preemptions > 0
     oracle.require_equal(pairs(outputs))
+    assert logprob_error(oracle, outputs) < MAX_RELATIVE_ERROR
 
 
 def test_a_sequence_is_longer_than_all_its_windows_could_hold(folder: Path, oracle: TransformersOracle) -> None:
