@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import Deferred, KVCacheConfig, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces import KVCacheConfig
 from hardpoint.testing import FakeWorker
 from hardpoint_scheduling.kv_cache.coordinator import Gates, KVCoordinator
 from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry
-from hardpoint_scheduling.kv_cache.tails import BLOCK_COPIES, BlockCopies
 from kv_support import admit, coordinator, full, hashes_of, latent, window
 from sched_support import BLOCK, Loop, expected, kv_config, make_scheduler, request
 
@@ -115,28 +113,6 @@ def test_tails_need_one_group_that_keeps_its_blocks() -> None:
         coordinator(40, full(8), tail_unit=3)
 
 
-def test_copies_travel_with_the_step() -> None:
-    copies = BlockCopies.of([(3, 5), (4, 6)])
-    assert copies.sources.tolist() == [3, 4]
-    assert copies.destinations.tolist() == [5, 6]
-    assert copies.sources.dtype == np.int32
-    assert msgspec.structs.fields(BlockCopies)
-
-
-class CopyingWorker(FakeWorker):
-    """Makes the copies of a step before anything else."""
-
-    num_copies = 0
-
-    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
-        copies = step.extensions.get(BLOCK_COPIES)
-        if copies is not None:
-            for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
-                self.kv[destination] = self.kv[source]
-                self.num_copies += 1
-        return super().execute(step)
-
-
 def test_tokens_are_those_of_a_request_alone() -> None:
     """I3.8: turns of conversations go on inside the block where the one before ended, under pressure."""
     loop = tail_loop(num_blocks=18)
@@ -148,8 +124,9 @@ def test_tokens_are_those_of_a_request_alone() -> None:
         for name, prompt in prompts.items():
             assert loop.tokens(name) == expected(prompt, 6)
         prompts = {f"turn{turn}-{i}": [*p, *expected(p, 6), 5] for i, p in enumerate(prompts.values())}
-    assert isinstance(loop.worker, CopyingWorker)
-    assert loop.worker.num_copies >= 4
+    copies = [step.block_copies for step in loop.steps if step.block_copies is not None]
+    assert sum(len(pairs) for pairs in copies) >= 4
+    assert all(pairs.dtype == np.int32 and pairs.shape[1] == 2 for pairs in copies)
     assert loop.scheduler.stats().num_free_blocks == 17
 
 
@@ -160,6 +137,6 @@ def tail_loop(num_blocks: int) -> Loop:
     state = scheduler._state
     state.kv = KVCoordinator(config, SpecRegistry(), max_model_len=64, tail_unit=1)
     state.hasher = resolve_hash(None, "sha256").hasher(1)
-    worker = CopyingWorker(block_size=BLOCK)
+    worker = FakeWorker(block_size=BLOCK)
     worker.initialize_kv_cache(config)
     return Loop(scheduler, worker)

@@ -249,6 +249,20 @@ def test_zeroing_touches_the_named_blocks_only() -> None:
         memory.zero_blocks(np.zeros(0, dtype=np.int32))
 
 
+def test_copies_are_made_in_every_layer_and_in_their_order() -> None:
+    """R3.64: a block that is the second of one pair can be the first of the next."""
+    one = spec()
+    for outermost in ("layer", "block"):
+        memory = KVMemory(plan(one, 2, 5, outermost=outermost), dict.fromkeys(("l0", "l1"), one), CPU)
+        for layer, view in enumerate(memory.views.values()):
+            for block in range(5):
+                view[block] = 10 * layer + block
+        memory.copy_blocks(np.asarray([[1, 3], [3, 4]], dtype=np.int32))
+        for layer, view in enumerate(memory.views.values()):
+            assert [int(view[block].min()) for block in range(5)] == [10 * layer + n for n in (0, 1, 2, 1, 1)]
+            assert [int(view[block].max()) for block in range(5)] == [10 * layer + n for n in (0, 1, 2, 1, 1)]
+
+
 def test_records_with_one_buffer_number_share_memory() -> None:
     """R1.48: groups may alias the same bytes; a rank takes its own records."""
     one = spec()

@@ -64,7 +64,8 @@ class TokenUpdate(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One scheduling decision. Workers apply it in this order: finished, zeroing, new rows, blocks, forward.
+    """One scheduling decision. Workers apply it in this order: finished, copying, zeroing, new rows, blocks,
+    forward.
 
     Rows may share blocks, also one that an earlier row fills in this very step: in each layer a worker writes the KV of
     all rows before any row attends.
@@ -81,6 +82,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         may
             be finished and handed to a new row in the same step.
         blocks_to_zero: int32 block ids to clear before use (only for specs that need it).
+        block_copies: int32 [C, 2], pairs of blocks of which the first is copied to the second in every layer, one pair
+            after another: a row goes on inside a block that somebody else filled up to there. None: nothing to copy.
         num_common_prefix_blocks: per group, leading blocks shared by all rows that hold KV.
         known_tokens: tokens that rows already running learned elsewhere (another pipeline stage sampled them); appended
             to the slot's tokens before the forward.
@@ -104,6 +107,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     blocks_to_zero: Int32Array
     num_common_prefix_blocks: tuple[int, ...]
     num_tokens: int
+    block_copies: Int32Array | None = None
     known_tokens: TokenUpdate | None = None
     drafts: TokenUpdate | None = None
     defers_sampling: bool = False

@@ -136,6 +136,8 @@ class FakeWorker(Worker):
         self.steps.append(step)
         for slot in [*step.finished_slots.tolist(), *step.preempted_slots.tolist()]:
             self.slots.pop(slot, None)
+        for source, destination in [] if step.block_copies is None else step.block_copies.tolist():
+            self.kv[destination] = self.kv[source]
         for row in step.new_rows:
             self._enter(row)
         self._append_blocks(step)

@@ -4,28 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-import numpy as np
-
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockHash, Int32Array, KVBlockPool, group_key
+from hardpoint.interfaces import BlockHash, KVBlockPool, group_key
 from hardpoint_scheduling.kv_cache.groups import KVGroup
-
-BLOCK_COPIES = "block_copies"
-"""Name under which a step's extensions hold :class:`BlockCopies`."""
-
-
-class BlockCopies(msgspec.Struct, frozen=True):
-    """Blocks to copy in all layers, one after another, before the step clears or writes any: int32 ids of equal
-    length."""
-
-    sources: Int32Array
-    destinations: Int32Array
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[int, int]]) -> BlockCopies:
-        sources, destinations = np.asarray(pairs, dtype=np.int32).reshape(-1, 2).T
-        return cls(np.ascontiguousarray(sources), np.ascontiguousarray(destinations))
 
 
 class PartialTails:

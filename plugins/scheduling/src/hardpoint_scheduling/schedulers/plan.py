@@ -121,6 +121,7 @@ class StepPlan:
         preempted_slots: list[int],
         common_blocks: tuple[int, ...],
         blocks_to_zero: list[int],
+        block_copies: list[tuple[int, int]],
     ) -> SchedulerOutput:
         """The finished record. Leaves all state as it is."""
         slots, computed, counts, updates = self.slots, self.computed, self.counts, self.updates
@@ -146,6 +147,7 @@ class StepPlan:
             finished_slots=_int32(finished_slots) if finished_slots else EMPTY,
             preempted_slots=_int32(preempted_slots) if preempted_slots else EMPTY,
             blocks_to_zero=_int32(blocks_to_zero) if blocks_to_zero else EMPTY,
+            block_copies=np.asarray(block_copies, dtype=np.int32) if block_copies else None,
             num_common_prefix_blocks=common_blocks,
             num_tokens=int(counts.sum()),
             drafts=_drafts(table, slots, beyond) if table.uses_drafts else None,

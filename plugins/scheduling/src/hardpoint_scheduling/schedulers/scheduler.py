@@ -20,7 +20,6 @@ from hardpoint.interfaces import (
     SchedulerStats,
 )
 from hardpoint_scheduling.kv_cache.coordinator import UNLIMITED_TOKENS
-from hardpoint_scheduling.kv_cache.tails import BLOCK_COPIES, BlockCopies
 from hardpoint_scheduling.schedulers.admission import Admission
 from hardpoint_scheduling.schedulers.intake import Intake
 from hardpoint_scheduling.schedulers.integrity import check_state
@@ -85,12 +84,11 @@ class BatchScheduler(Scheduler):
             _drained(state.preempted_slots),
             self._num_common_blocks(plan),
             state.kv.take_blocks_to_zero(),
+            state.kv.take_block_copies(),
         )
         if self._balance.enabled:
             self._balance.note(plan.step_id, was_full=plan.room(0) == 0)
         state.extensions.attach_metadata(step)
-        if copies := state.kv.take_block_copies():
-            step.extensions[BLOCK_COPIES] = BlockCopies.of(copies)
         if step.num_tokens:
             if state.encoder is not None and (inputs := state.encoder.build(plan.all_rows)) is not None:
                 step.extensions[ENCODER_INPUTS] = inputs

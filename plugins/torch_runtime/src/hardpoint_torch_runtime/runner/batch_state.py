@@ -49,12 +49,14 @@ class BatchState:
         self._refuse = refuse
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Finished and preempted slots, zeroing, new rows, blocks, then tokens learned elsewhere.
+        """Finished and preempted slots, copies, zeroing, new rows, blocks, then tokens learned elsewhere.
 
         Raises ``RuntimeError`` for a step that cannot be right.
         """
         self._release(step.finished_slots)
         self._release(step.preempted_slots)
+        if step.block_copies is not None:
+            self._kv.copy_blocks(step.block_copies)
         self._kv.zero_blocks(step.blocks_to_zero)
         for row in step.new_rows:
             self._enter(row)

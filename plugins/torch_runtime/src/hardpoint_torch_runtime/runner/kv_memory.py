@@ -53,6 +53,12 @@ class KVMemory:
                 pages[seen.data_ptr(), *seen.stride()] = seen
         self._pages = tuple(pages.values())
 
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """``pairs`` int32 [C, 2]: the first block of each is copied to the second in every layer, pair after pair."""
+        for source, destination in pairs.tolist():
+            for pages in self._pages:
+                pages[destination] = pages[source]
+
     def zero_blocks(self, block_ids: np.ndarray) -> None:
         """Clear these blocks in every layer: stale values (NaN among them) of an earlier owner must not be read.
 
