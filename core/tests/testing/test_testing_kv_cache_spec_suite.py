@@ -270,7 +270,7 @@ class RoundedPages(PlainSpec, frozen=True, kw_only=True):
 
 
 class HalfStates(PlainSpec, frozen=True, kw_only=True):
-    @property
+    @property  # type: ignore[misc]
     def tokens_per_state(self) -> Any:
         return 2.0
 
