@@ -210,17 +210,29 @@ def test_steps_end_where_states_can_be_found() -> None:
 
 
 def test_room_counts_positions_for_guesses() -> None:
-    """R3.52: guesses behind the block have positions for their states, sure tokens do not."""
+    """R3.52: a sure token behind the block is allocated for, whatever positions guesses have there."""
     kv = coordinator(60, state(ALIGN, 4, drafts=2))
     assert kv.tells_guesses_apart
     admit(kv, "a", 4, lookahead=2)
-    assert kv.covered(6, 4) == 6
-    assert kv.covered(9, 7) == 9
+    assert kv.covered(6, 4) == 4
+    assert kv.covered(9, 7) == 8
     assert kv.covered(8, 6) == 8
     ends, sure = np.asarray([6, 9, 8], dtype=np.int32), np.asarray([4, 7, 6], dtype=np.int32)
-    assert kv.covered_all(ends, sure).tolist() == [6, 9, 8]
-    assert kv.covered_all(sure).tolist() == [6, 9, 8]
+    assert kv.covered_all(ends, sure).tolist() == [4, 8, 8]
+    assert kv.covered_all(sure).tolist() == [4, 8, 8]
     assert not coordinator(60, full()).tells_guesses_apart
+
+
+def test_a_state_under_way_lends_its_position_to_nobody() -> None:
+    """R3.77: token 4 is in flight in what was a position for guesses, and the next chunk starts from its state."""
+    kv = coordinator(20, state(ALIGN, 4, drafts=1))
+    admit(kv, "a", 4)
+    assert kv.covered(5, 4) == 4, "the sure token behind the block would not be announced"
+    for end in (5, 14):
+        assert kv.grow_many(["a"], [end], [4], [end]).num_rows == 1
+        (table,) = kv.block_ids("a")
+        assert table[1]
+    assert [bool(block) for block in table] == [True, True, False, True, True]
 
 
 def test_layers_of_mixed_sizes_are_managed_like_the_first() -> None:

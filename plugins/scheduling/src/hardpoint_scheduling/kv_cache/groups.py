@@ -66,31 +66,23 @@ class KVGroup:
         layer = _first_layer(self.spec)
         return layer.max_encoder_tokens if isinstance(layer, CrossAttentionSpec) else 0
 
-    @property
-    def num_speculative(self) -> int:
-        """Positions for states after drafts."""
-        layer = _first_layer(self.spec)
-        return layer.num_speculative_blocks if isinstance(layer, MambaSpec) else 0
-
     def tokens(self, end: int, num_sure: int) -> int:
         """What the manager is to cover in a step up to ``end`` whose tokens from ``num_sure`` on are guesses."""
         return end if self.manager.counts_guesses else num_sure
 
     def covered(self, end: int, num_sure: int) -> int:
-        """Tokens, guesses included, that fit without a further allocation once these are covered."""
+        """Tokens that fit without a further allocation once these are covered. Guesses may go beyond: a manager that
+        does not count them has positions for their states, and learns of every sure token behind a block's end.
+        """
         if not self.manager.grows:
             return UNLIMITED_TOKENS
-        room = -(-self.tokens(end, num_sure) // self.block_size) * self.block_size
-        # Guesses that have a position for their state may go beyond the block.
-        return room if self.manager.counts_guesses else max(room, num_sure + self.num_speculative)
+        return -(-self.tokens(end, num_sure) // self.block_size) * self.block_size
 
     def cover_all(self, ends: Int32Array, num_sure: Int32Array, room: Int32Array) -> None:
         """Lower ``room`` to what :meth:`covered` says, element by element."""
         if not self.manager.grows:
             return
         covered = -(-(ends if self.manager.counts_guesses else num_sure) // self.block_size) * self.block_size
-        if not self.manager.counts_guesses:
-            np.maximum(covered, num_sure + self.num_speculative, out=covered)
         np.minimum(room, covered, out=room)
 
     def most_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:

@@ -53,7 +53,9 @@ def _check_counters(state: SchedulerState, request: LiveRequest) -> None:
     known, computed, capacity = int(table.num_tokens[slot]), int(table.computed[slot]), int(table.capacity[slot])
     if known != request.num_tokens:
         raise RuntimeError(f"request {request.request_id}: {known} tokens counted, {request.num_tokens} known")
-    if not 0 <= computed <= min(known + request.num_placeholders, capacity):
+    # Guesses have room of their own where states come after them.
+    room = known + request.num_placeholders if state.kv.tells_guesses_apart else capacity
+    if not 0 <= computed <= min(known + request.num_placeholders, room):
         raise RuntimeError(
             f"request {request.request_id}: {computed} computed of {known} and {request.num_placeholders} "
             f"placeholders, room for {capacity}"
