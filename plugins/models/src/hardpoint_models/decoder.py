@@ -1,4 +1,4 @@
-"""Dense decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated feed-forward.
+"""Decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated feed-forward or experts.
 
 Windows, rotations, norms, activation, scales and caps are the configuration's choice, layer by layer where it matters.
 
@@ -94,15 +94,23 @@ class DecoderMLP(torch.nn.Module):
         return self.down_proj(self.activation(self.gate_up_proj(hidden)))
 
 
+def _feed_forward(name: str, index: int, config: DecoderConfig, layers: LayerToolkit) -> torch.nn.Module:
+    experts = config.experts
+    if experts is None or not experts.layers[index]:
+        return DecoderMLP(name, config, layers)
+    return layers.mixture_of_experts(name, experts.sizes, experts.routing)
+
+
 class DecoderLayer(torch.nn.Module):
     """(output to add, residual) to the same; the residual is None before the first layer of the model."""
 
-    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+    def __init__(self, index: int, config: DecoderConfig, layers: LayerToolkit) -> None:
         super().__init__()
+        name, window = f"model.layers.{index}", config.windows[index]
         self.input_layernorm = _norm(config.hidden_size, config, layers)
         self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
         self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
-        self.mlp = DecoderMLP(f"{name}.mlp", config, layers)
+        self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
@@ -115,13 +123,14 @@ class DecoderLayer(torch.nn.Module):
 class SandwichLayer(torch.nn.Module):
     """Like :class:`DecoderLayer`, with the outputs of attention and feed-forward normalized before they are added."""
 
-    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+    def __init__(self, index: int, config: DecoderConfig, layers: LayerToolkit) -> None:
         super().__init__()
+        name, window = f"model.layers.{index}", config.windows[index]
         self.input_layernorm = _norm(config.hidden_size, config, layers)
         self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
         self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
         self.pre_feedforward_layernorm = _norm(config.hidden_size, config, layers)
-        self.mlp = DecoderMLP(f"{name}.mlp", config, layers)
+        self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)
         self.post_feedforward_layernorm = _norm(config.hidden_size, config, layers)
 
     def forward(
@@ -146,12 +155,7 @@ class DecoderStack(torch.nn.Module):
         layer_class = SandwichLayer if config.is_sandwiched else DecoderLayer
         indices = range(stage.first, stage.last)
         # Keyed by the number in the whole model, so that names agree over stages.
-        self.layers = torch.nn.ModuleDict(
-            {
-                str(index): layer_class(f"model.layers.{index}", config, config.windows[index], layers)
-                for index in indices
-            }
-        )
+        self.layers = torch.nn.ModuleDict({str(index): layer_class(index, config, layers) for index in indices})
         self.norm = _norm(config.hidden_size, config, layers) if stage.has_head else None
         self.rotary = layers.rotary(config.head_size, config.rope)
         local = config.local_rope
@@ -256,6 +260,7 @@ class DecoderModel(torch.nn.Module):
         return [
             # Old checkpoints carry frequency tables; they are computed here.
             WeightRule(f"{layer}.self_attn.rotary_emb.inv_freq", None),
+            *(self.config.experts.rules if self.config.experts is not None else ()),
             WeightRule("lm_head.weight", None if self.config.is_tied else "lm_head.projection.weight"),
             *(WeightRule(pattern, target, part) for pattern, target, part in shards),
             *(WeightRule(name, name) for name in unchanged),

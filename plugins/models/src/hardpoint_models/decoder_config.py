@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.config_fields import ConfigFields
-from hardpoint_torch_runtime.layers import RopeParameters
+from hardpoint_torch_runtime.layers import MixtureSizes, RopeParameters, RoutingParameters
 
-__all__ = ["Activation", "DecoderConfig", "DecoderVariant", "require_grouped_heads", "require_layer_types"]
+__all__ = [
+    "Activation",
+    "DecoderConfig",
+    "DecoderVariant",
+    "ExpertsConfig",
+    "require_grouped_heads",
+    "require_layer_types",
+]
 
 Activation = Literal["silu", "gelu_tanh"]
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -33,6 +41,19 @@ class DecoderVariant:
     default_window: int | None = None
     default_theta: float = 10000.0
     default_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward of the layers in ``layers`` (one entry per layer).
+
+    ``rules`` say where checkpoints keep gates and experts.
+    """
+
+    sizes: MixtureSizes
+    routing: RoutingParameters
+    layers: tuple[bool, ...]
+    rules: tuple[WeightRule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,7 @@ class DecoderConfig:
     embedding_scale: float | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any], architecture: str, variant: DecoderVariant) -> DecoderConfig:

@@ -16,22 +16,28 @@ from hardpoint_torch_runtime.layers.linear_method import (
     PlacingLinearMethod,
     UnquantizedLinearMethod,
 )
+from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
 from hardpoint_torch_runtime.layers.norm import RMSNorm
 from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
+from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
 
 __all__ = [
     "AttentionLayer",
     "ColumnParallelLinear",
     "Communicator",
+    "ExpertMLP",
+    "ExpertRouter",
     "GeluTanhAndMul",
     "LMHead",
     "LayerToolkit",
     "LinearFactory",
     "MergedColumnParallelLinear",
+    "MixtureOfExperts",
+    "MixtureSizes",
     "PackedLinearMethod",
     "ParallelLinear",
     "Placement",
@@ -40,6 +46,8 @@ __all__ = [
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
+    "RoutedExperts",
+    "RoutingParameters",
     "RowParallelLinear",
     "ShardedModule",
     "SiluAndMul",

@@ -24,10 +24,12 @@ from hardpoint_torch_runtime.layers.linear import (
     RowParallelLinear,
 )
 from hardpoint_torch_runtime.layers.linear_method import UnquantizedLinearMethod
+from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
 from hardpoint_torch_runtime.layers.norm import RMSNorm
 from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
+from hardpoint_torch_runtime.layers.routing import RoutingParameters
 from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["LayerToolkit"]
@@ -112,6 +114,10 @@ class LayerToolkit:
             head_size=head_size,
             bias=bias,
         )
+
+    def mixture_of_experts(self, name: str, sizes: MixtureSizes, routing: RoutingParameters) -> MixtureOfExperts:
+        """Gated feed-forward blocks chosen token by token; every linear of every expert has a method of its own."""
+        return MixtureOfExperts(name, self.linear_factory, sizes, routing, self.silu_and_mul())
 
     # Vocabulary.
 

@@ -1,0 +1,110 @@
+"""Mixture of experts: each token through a few of many feed-forward blocks, grouped by expert.
+
+Legend: T tokens, C hidden size, M intermediate size of an expert, E experts, K experts per token.
+
+Every linear of every expert is an ordinary parallel linear, with its own linear method and adapter: quantization
+methods are asked for ``<name>.experts.<number>.gate_up_proj`` and ``<name>.experts.<number>.down_proj``. Ranks hold a
+share of M of all experts and sum their partial results once, shared experts included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint_torch_runtime.layers.linear import LinearFactory, MergedColumnParallelLinear, RowParallelLinear
+from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
+
+__all__ = ["ExpertMLP", "MixtureOfExperts", "MixtureSizes", "RoutedExperts"]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSizes:
+    """Sizes over all ranks. ``shared_size``: M of the experts every token passes, taken together, or None for none."""
+
+    hidden_size: int
+    expert_size: int
+    shared_size: int | None = None
+
+
+class ExpertMLP(torch.nn.Module):
+    """One gated block, [T, C] to this rank's part of [T, C]: the ranks' results are still to be summed."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: LinearFactory,
+        hidden_size: int,
+        size: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        parts = {"gate": size, "up": size}
+        self.gate_up_proj = MergedColumnParallelLinear(f"{name}.gate_up_proj", factory, hidden_size, parts)
+        self.down_proj = RowParallelLinear(f"{name}.down_proj", factory, size, hidden_size, reduce=False)
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self._activation(self.gate_up_proj(hidden)))
+
+
+class RoutedExperts(torch.nn.ModuleList):
+    """(hidden [T, C], weights float32 [T, K], chosen int64 [T, K]) to the weighted sum [T, C], on this rank's part.
+
+    The plain implementation: one product per expert that any token chose, over all of its tokens. A row's result does
+    not depend on the order of the others.
+    """
+
+    def forward(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        num_tokens, num_chosen = chosen.shape
+        by_expert = chosen.flatten()
+        order = by_expert.argsort(stable=True)
+        counts = torch.bincount(by_expert, minlength=len(self)).tolist()
+        # Neighbors in ``order`` share an expert; pair number p belongs to token p // K.
+        grouped = hidden[order // num_chosen]
+        outputs = torch.empty_like(grouped)
+        begin = 0
+        for expert, count in zip(self, counts, strict=True):
+            if count:
+                outputs[begin : begin + count] = expert(grouped[begin : begin + count])
+            begin += count
+        per_choice = torch.empty_like(outputs)
+        per_choice[order] = outputs
+        # In the weights' float32: K results of a narrow dtype are rounded once, after they are summed.
+        combined = torch.bmm(weights.unsqueeze(1), per_choice.unflatten(0, (num_tokens, num_chosen)).float())
+        return combined.squeeze(1).to(hidden.dtype)
+
+
+class MixtureOfExperts(torch.nn.Module):
+    """[T, C] to [T, C]: a router, its experts, and perhaps shared experts that every token passes too."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: LinearFactory,
+        sizes: MixtureSizes,
+        routing: RoutingParameters,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.parallel = factory.parallel
+        self.gate = ExpertRouter(sizes.hidden_size, routing, factory.dtype, factory.device)
+        self.experts = RoutedExperts(
+            ExpertMLP(f"{name}.experts.{number}", factory, sizes.hidden_size, sizes.expert_size, activation)
+            for number in range(routing.num_experts)
+        )
+        self.shared_experts: ExpertMLP | None = None
+        if sizes.shared_size is not None:
+            self.shared_experts = ExpertMLP(
+                f"{name}.shared_experts", factory, sizes.hidden_size, sizes.shared_size, activation
+            )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(hidden)
+        output = self.experts(hidden, weights, chosen)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden)
+        return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
