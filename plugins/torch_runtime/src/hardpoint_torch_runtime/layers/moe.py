@@ -53,8 +53,8 @@ class ExpertMLP(torch.nn.Module):
 class RoutedExperts(torch.nn.ModuleList):
     """(hidden [T, C], weights float32 [T, K], chosen int64 [T, K]) to the weighted sum [T, C], on this rank's part.
 
-    The plain implementation: one product per expert that any token chose, over all of its tokens. A row's result does
-    not depend on the order of the others.
+    The plain implementation: each block once for every expert that any token chose, over all of its tokens. A token's
+    results are put side by side before they are summed, so that the order of the sum is the token's own.
     """
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
