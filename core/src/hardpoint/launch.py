@@ -94,7 +94,8 @@ def start_runtime(
     """
     installed = discover()
     serves = ProcessRole.ENGINE not in roles
-    plan = build_plan(installed, plugin_selection(config, engine, environ, serves=serves))
+    selection = plugin_selection(config, engine, environ, serves=serves)
+    plan = build_plan(installed, selection)
     runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
     HookRunner.from_runtime(runtime)  # Before anything that may touch hardware or import a framework.
     choice = select_platform(plan, engine.execution.platform, installed=installed)
@@ -103,6 +104,8 @@ def start_runtime(
     runtime.plan = plan.choose("platform", choice.name, selected_by, reason)
     for notice in plan.notices:
         _logger.info("%s", notice)
+    for notice in selection.without_effect():
+        _logger.warning("%s", notice)
     runtime.attach_platform(runtime.make("platform", choice.name))
     return runtime
 

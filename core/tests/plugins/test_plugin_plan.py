@@ -294,3 +294,14 @@ def test_admission_is_the_intersection_of_installed_and_listed(
     absent = {name for name in endpoints or () if ("endpoint", name) not in keys}
     assert len(problems) == len(unknown) + len(absent)
     assert PluginPlan.from_bytes(plan.to_bytes()) == plan
+
+
+def test_options_of_a_plugin_that_was_not_chosen_are_told() -> None:
+    """Nobody sets an option for nothing; kinds of which several act at once have no such thing as not chosen."""
+    options = {"scheduler": {"a": {"x": 1}, "b": {"y": 2}}, "hash": {"c": {"z": 3}}}
+    told = PluginSelection(choices={"scheduler": "a", "hash": "d"}, options=options).without_effect()
+    assert told == ["options of scheduler 'b' have no effect: 'a' is chosen, not 'b'"]
+    assert PluginSelection(defaults={"scheduler": "b"}, options=options).without_effect() == [
+        "options of scheduler 'a' have no effect: 'b' is chosen, not 'a'"
+    ]
+    assert PluginSelection(options=options).without_effect() == []

@@ -45,6 +45,15 @@ class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
         choice = self.choices.get(kind, ())
         return (choice,) if isinstance(choice, str) else tuple(choice)
 
+    def without_effect(self) -> list[str]:
+        """What is wrong with options of plugins that another one of their kind was chosen over."""
+        faults = []
+        for kind in (kind for kind in self.options if kind_spec(kind).chosen):
+            chosen = (*self.named(kind), *([] if self.named(kind) else filter(None, [self.defaults.get(kind)])))
+            unused = [name for name in self.options[kind] if chosen and name not in chosen]
+            faults += [f"options of {kind} {x!r} have no effect: {chosen[0]!r} is chosen, not {x!r}" for x in unused]
+        return faults
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **settings: Any) -> PluginSelection:
         """A selection whose allow-list and strictness come from the environment unless ``settings`` give them."""

@@ -92,12 +92,14 @@ def diagnose(
     ``probe`` imports and asks platform factories here; ``probe_workers`` asks others elsewhere. No other code is run.
     """
     discovery, archives = discover(search_path), find_archives(search_path)
-    plan, faults = resolve_plan(discovery, selection or PluginSelection())
+    selection = selection or PluginSelection()
+    plan, faults = resolve_plan(discovery, selection)
     problems = [str(fault) for fault in faults]
     probes = {**(_probe(plan, discovery, problems) if probe else {}), **(probe_workers(plan) if probe_workers else {})}
     problems += [no_candidate(kind) for kind, spec in KINDS.items() if spec.required and not plan.of(kind)]
     problems += [double.fault for double in discovery.shadowed if double.same_folder]
     warnings = [notice for notice in plan.notices if notice not in problems]
+    warnings += [] if faults else selection.without_effect()
     warnings += [double.fault for double in discovery.shadowed if not double.same_folder]
     warnings += [f"{entry.kind}:{entry.name} ({entry.distribution}): {entry.reason}" for entry in discovery.refused]
     warnings += [f"{archive} is an archive: no plugin in it is found; install it as a folder" for archive in archives]
