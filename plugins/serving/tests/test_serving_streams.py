@@ -194,3 +194,22 @@ async def test_client_ids_are_echoed_and_never_keys(serve: Callable[..., Any]) -
     assert len({answer.json()["id"] for answer in answers}) == 2
     assert all("same" not in answer.text for answer in answers)
     assert {options.external_id for _, _, options in served.client.seen} == {"same"}
+
+
+@pytest.mark.parametrize(("header", "tenant"), [("", ""), ("x-tenant", "search")])
+async def test_a_tenant_comes_from_the_header_the_operator_trusts_or_from_none(
+    serve: Callable[..., Any], header: str, tenant: str
+) -> None:
+    """Class 45: a header that no option names is anybody's to set, so it counts for nothing."""
+    served = await serve(FakeEngineClient(), options=OpenAIOptions(tenant_header=header))
+    for sent in ({"X-Tenant": "search"}, {}):
+        await served.http.post("/v1/completions", json={"prompt": "a"}, headers=sent)
+    assert [options.tenant for _, _, options in served.client.seen] == [tenant, ""]
+
+
+async def test_an_impossible_tenant_is_refused(serve: Callable[..., Any]) -> None:
+    """The engine's rule for tenants holds for those of headers as well."""
+    served = await serve(FakeEngineClient(), options=OpenAIOptions(tenant_header="x-tenant"))
+    answer = await served.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-tenant": "a/b"})
+    assert answer.status_code == 400
+    assert "tenant" in answer.json()["error"]["message"]

@@ -48,6 +48,12 @@ class OpenAIOptions(BaseModel):
 
     keepalive_s: float = Field(default=10.0, gt=0, description="seconds of silence before a stream gets a comment")
     max_priority: int = Field(default=100, ge=0, description="largest priority, up or down, a request may ask for")
+    tenant_header: str = Field(
+        default="",
+        pattern="^[A-Za-z0-9-]*$",
+        description="header that names the tenant of a request; only behind a proxy that sets it (empty: no tenants)",
+        json_schema_extra={"flag": "--tenant-header"},
+    )
     template_arguments: tuple[str, ...] = Field(
         default=("enable_thinking", "thinking"), description="keys requests may set in chat_template_kwargs"
     )
@@ -132,6 +138,7 @@ class OpenAIEndpoint(Endpoint):
             max_priority=self._options.max_priority,
             ceiling_s=self._request_timeout_s,
             external_id=given if given and given.isprintable() and len(given) <= _MAX_EXTERNAL_ID else None,
+            tenant=request.headers.get(self._options.tenant_header, "") if self._options.tenant_header else "",
         )
         return client, sampling(body), options
 

@@ -205,9 +205,9 @@ def completion_prompts(request: CompletionRequest, client: EngineClient) -> list
 
 
 def request_options(
-    request: GenerationRequest, *, max_priority: int, ceiling_s: float | None, external_id: str | None
+    request: GenerationRequest, *, max_priority: int, ceiling_s: float | None, external_id: str | None, tenant: str = ""
 ) -> RequestOptions:
-    """``priority`` is bounded by the operator, ``timeout`` by the server's own."""
+    """``priority`` is bounded by the operator, ``timeout`` by the server's own; the engine checks ``tenant``."""
     priority = request.priority or 0
     if abs(priority) > max_priority:
         raise InvalidRequestError(
@@ -218,4 +218,4 @@ def request_options(
     timeout = request.timeout
     if ceiling_s is not None and (timeout is None or timeout > ceiling_s):
         timeout = ceiling_s
-    return RequestOptions(priority=priority, timeout_s=timeout, external_id=external_id)
+    return RequestOptions(priority=priority, timeout_s=timeout, external_id=external_id, tenant=tenant)
