@@ -12,7 +12,7 @@ from plugin_rules import LESSONS, RULES
 from rule_book import RuleBook, cited, files
 from workspace import ROOT
 
-BOOKS = {"plugins": plugin_rules.BOOK}
+BOOKS = {"plugins": plugin_rules.BOOK, "scheduling": scheduling_rules.BOOK}
 PLUGIN_NUMBERS = {"R12": 55, "P12": 12, "I12": 7, "L12": 26}
 """How many requirements, pitfalls, invariants and lessons there are."""
 SCHEDULING_NUMBERS = {

@@ -21,6 +21,7 @@ from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
 from plugin_reference import plugin_reference
 from plugin_rules import BOOK as PLUGIN_RULES
+from scheduling_rules import BOOK as SCHEDULING_RULES
 from workspace import ROOT, plugin_distributions
 
 __all__ = ["PAGES", "configuration", "options_models", "plugin_kinds", "plugin_options", "stale_pages"]
@@ -232,6 +233,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/plugin-kinds.md": plugin_kinds,
     "docs/reference/plugin-options.md": plugin_options,
     PLUGIN_RULES.page: PLUGIN_RULES.render,
+    SCHEDULING_RULES.page: SCHEDULING_RULES.render,
 }
 
 
