@@ -219,6 +219,17 @@ def test_schedulers_are_compared(hardpoint: CommandLine) -> None:
     assert done.out.splitlines()[0].split() == ["fcfs", "priority"]
 
 
+def test_weightings_of_a_policy_are_compared(hardpoint: CommandLine) -> None:
+    """The big tenant's requests come sooner once its weight says so."""
+    load = ("--requests", 60, "--rate", 300, "--running", 4, "--tenants", 2, "--output-len", 16, "--json")
+    base = ("--scheduler", "policy", "--plugin", "scheduler.policy.policy=fair_share")
+    weighted = 'policy:scheduling_policy.fair_share.weights={"tenant-0": 8, "tenant-1": 1}'
+    reports = measured(hardpoint, *load, *base, "--compare", weighted)["schedulers"]
+    assert list(reports) == ["policy", weighted]
+    waits = [report["tenants"]["tenant-0"]["ttft_ms"]["mean"] for report in reports.values()]
+    assert waits[1] < 0.8 * waits[0]
+
+
 def test_a_full_queue_rejects_as_a_server_does(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, "--requests", 50, "--rate", 1e6, "--running", 4, "--max-waiting", 10, "--json")
     assert report["rejected"] == 50 - 4 - 10

@@ -27,6 +27,22 @@ def test_options_are_read_as_json_or_text() -> None:
     assert changed.plugins == {"scheduler": {"x": {"a": 1, "z": 9, "b": "fair_share", "c": True, "d": [2]}}}
 
 
+def test_options_of_other_plugins_have_their_kind_and_name() -> None:
+    before: dict[str, Any] = {"scheduling_policy": {"fair": {"weights": {"a": 1}, "z": 9}, "other": {"x": 1}}}
+    changed = with_scheduler(config(before), 'x:policy=fair,scheduling_policy.fair.weights={"a":4,"b":0.5},c=[1,2]')
+    assert changed.plugins == {
+        "scheduler": {"x": {"policy": "fair", "c": [1, 2]}},
+        "scheduling_policy": {"fair": {"weights": {"a": 4, "b": 0.5}, "z": 9}, "other": {"x": 1}},
+    }
+    assert before["scheduling_policy"]["fair"]["weights"] == {"a": 1}
+
+
+def test_commas_in_text_of_json_part_nothing() -> None:
+    changed = with_scheduler(config(), r'x:a={"q,\"]":1},b="1,2",kind.dotted.name.key=v')
+    assert changed.plugins["scheduler"] == {"x": {"a": {'q,"]': 1}, "b": "1,2"}}
+    assert changed.plugins["kind"] == {"dotted.name": {"key": "v"}}
+
+
 def test_the_original_stays_as_it_is() -> None:
     original = config({"scheduler": {"x": {"a": 0}}})
     with_scheduler(original, "x:a=1")
@@ -34,7 +50,9 @@ def test_the_original_stays_as_it_is() -> None:
     assert original.engines["scheduler"].scheduler.scheduler == "fcfs"
 
 
-@pytest.mark.parametrize("choice", ["", ":a=1", "x:", "x:a", "x:=1", "x:a=1,"])
+@pytest.mark.parametrize(
+    "choice", ["", ":a=1", "x:", "x:a", "x:=1", "x:a=1,", "x:k.a=1", "x:.n.a=1", "x:k..a=1", "x:k.n.=1"]
+)
 def test_choices_of_another_form_are_refused(choice: str) -> None:
     with pytest.raises(ConfigError, match="--compare"):
         with_scheduler(config(), choice)

@@ -90,7 +90,8 @@ REPLAY = (
     ),
     Flag(
         "compare",
-        "replay with a further scheduler, with options of its own if given; repeatable",
+        "replay with a further scheduler, with options if given: KEY for its own, KIND.NAME.KEY for those of another "
+        "plugin; repeatable",
         None,
         str,
         "NAME[:KEY=VALUE,...]",

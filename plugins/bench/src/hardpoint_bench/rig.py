@@ -128,33 +128,57 @@ def with_blocks(config: AppConfig, blocks: int | None) -> AppConfig:
 
 
 def with_scheduler(config: AppConfig, choice: str) -> AppConfig:
-    """``config`` with another scheduler. ``choice`` is NAME, or NAME:KEY=VALUE,KEY=VALUE with options of its own.
+    """``config`` with another scheduler. ``choice`` is NAME, or NAME:KEY=VALUE,KEY=VALUE with options.
 
-    Values are read as JSON where they are JSON, else as text. Raises ``ConfigError`` for another form.
+    A KEY without dots is an option of the scheduler; one of the form KIND.NAME.KEY is that of any other plugin, such as
+    the policy it loads. Values are read as JSON where they are JSON, else as text; commas within brackets, braces or
+    double quotes part nothing. Raises ``ConfigError`` for another form.
     """
     name, colon, rest = choice.partition(":")
-    options = dict(_option(choice, part) for part in rest.split(",")) if colon else {}
     if not name:
         raise ConfigError(f"--compare {choice!r} names no scheduler; write NAME or NAME:KEY=VALUE,KEY=VALUE")
     ((engine_name, engine),) = config.engines.items()
     scheduler = engine.scheduler.model_copy(update={"scheduler": name})
-    plugins: Mapping[str, Any] = config.plugins
-    mine = dict(plugins.get("scheduler", {}))
-    if options:
-        mine[name] = {**mine.get(name, {}), **options}
+    plugins: dict[str, Any] = dict(config.plugins)
+    for part in _parts(rest) if colon else ():
+        kind, plugin, key, value = _option(choice, name, part)
+        named = dict(plugins.get(kind, {}))
+        named[plugin] = {**named.get(plugin, {}), key: value}
+        plugins[kind] = named
     return config.model_copy(
-        update={
-            "engines": {engine_name: engine.model_copy(update={"scheduler": scheduler})},
-            "plugins": {**plugins, "scheduler": mine} if mine else dict(plugins),
-        }
+        update={"engines": {engine_name: engine.model_copy(update={"scheduler": scheduler})}, "plugins": plugins}
     )
 
 
-def _option(choice: str, part: str) -> tuple[str, Any]:
-    key, equals, text = part.partition("=")
-    if not key or not equals:
-        raise ConfigError(f"--compare {choice!r}: {part!r} is not of the form KEY=VALUE")
+def _parts(text: str) -> list[str]:
+    """``text`` cut at the commas outside brackets, braces and double quotes."""
+    parts, start, depth, quoted, escaped = [], 0, 0, False, False
+    for at, letter in enumerate(text):
+        if quoted:
+            quoted = escaped or letter != '"'
+            escaped = letter == "\\" and not escaped
+        elif letter == '"':
+            quoted = True
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        elif letter == "," and depth <= 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [*parts, text[start:]]
+
+
+def _option(choice: str, scheduler: str, part: str) -> tuple[str, str, str, Any]:
+    """Kind and name of the plugin, key and value."""
+    path, equals, text = part.partition("=")
+    kind, dot, rest = path.partition(".")
+    plugin, _, key = rest.rpartition(".") if dot else (scheduler, "", path)
+    if not (equals and kind and plugin and key):
+        form = "KEY=VALUE, nor of KIND.NAME.KEY=VALUE for another plugin"
+        raise ConfigError(f"--compare {choice!r}: {part!r} is not of the form {form}")
+    kind = kind if dot else "scheduler"
     try:
-        return key, msgspec.json.decode(text)
+        return kind, plugin, key, msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return key, text
+        return kind, plugin, key, text
