@@ -86,6 +86,11 @@ def test_settings_count_as_in_a_server(hardpoint: CommandLine, tmp_path: Path) -
     assert (report["prefix_hit_rate"], report["hashes_checked"]) == (0.0, 0)
 
 
+def test_as_many_run_as_the_settings_allow(hardpoint: CommandLine) -> None:
+    report = measured(hardpoint, *SMALL[2:], "--max-num-seqs", 8, "--max-num-active-seqs", 3)
+    assert (report["running"], report["tokens"]) == (3, 3 * 40)
+
+
 def test_runs_can_be_repeated(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, *SMALL, "--repeats", 2)
     assert len(report["step_us_median_of_runs"]) == 2
@@ -114,6 +119,7 @@ def test_the_help_explains_both_forms(hardpoint: CommandLine) -> None:
         (("--blocks", "3"), "can never run"),
         (("--shared-prefix", "200"), "--shared-prefix 200 is longer than --prompt-len 128"),
         (("--max-num-seqs", "3", "--running", "4"), "--max-num-seqs 3 is not --running 4"),
+        (("--max-num-active-seqs", "4", "--running", "8"), "--max-num-active-seqs 4 is not --running 8; give one"),
         (("--max-model-len", "200"), "--max-model-len 200 ends requests before the last of --steps 512"),
         (("--max-num-batched-tokens", "100"), "has no room for a token of each of --running 256"),
         (("--scheduler", "fcsf"), "no scheduler plugin 'fcsf' (did you mean 'fcfs'?)"),
@@ -228,6 +234,22 @@ def test_weightings_of_a_policy_are_compared(hardpoint: CommandLine) -> None:
     assert list(reports) == ["policy", weighted]
     waits = [report["tenants"]["tenant-0"]["ttft_ms"]["mean"] for report in reports.values()]
     assert waits[1] < 0.8 * waits[0]
+
+
+@pytest.mark.parametrize("form", [("--requests", 30, "--rate", 1e6, "--running", 8), SMALL])
+def test_a_bug_of_a_policy_is_told_with_its_place(
+    hardpoint: CommandLine, monkeypatch: pytest.MonkeyPatch, form: tuple[object, ...]
+) -> None:
+    def victim(self: object, running: object) -> None:
+        raise ValueError("no such tenant")
+
+    monkeypatch.setattr("hardpoint_scheduling.schedulers.policies.fair_share.FairSharePolicy.victim", victim)
+    policy = ("--scheduler", "policy", "--plugin", "scheduler.policy.policy=fair_share", "--blocks", 24)
+    said = hardpoint("bench", "scheduler", *form, *policy).complaint()
+    assert "SchedulerFault: scheduler:policy (" in said
+    assert "raised ValueError: no such tenant (" in said
+    assert "test_cli_bench_scheduler.py:" in said
+    assert "in victim); HARDPOINT_TRACEBACK=1" in said
 
 
 def test_a_full_queue_rejects_as_a_server_does(hardpoint: CommandLine) -> None:

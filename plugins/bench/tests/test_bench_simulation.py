@@ -166,6 +166,30 @@ def test_requests_that_end_otherwise_have_failed() -> None:
     assert outcome.report()["last_failure"] == "no luck"
 
 
+class Breaks(FakeScheduler):
+    """Has a bug, and so do the plugins it calls."""
+
+    def update(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
+        raise RuntimeError("boom")
+
+
+def test_a_bug_of_the_scheduler_is_told_with_its_place() -> None:
+    with pytest.raises(
+        SchedulerFault, match=r"^scheduler:fake .* raised RuntimeError: boom \(.*:\d+, in update\)"
+    ) as e:
+        replay([request(0, 0.0)], Breaks)
+    assert isinstance(e.value.__cause__, RuntimeError)
+
+
+def test_a_bug_of_anybody_else_is_not_blamed_on_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, now: float, values: object) -> None:
+        raise RuntimeError("not the scheduler")
+
+    monkeypatch.setattr("hardpoint_bench.tallies.Timeline.add", broken)
+    with pytest.raises(RuntimeError, match="not the scheduler"):
+        replay([request(0, 0.0)])
+
+
 class Leaks(FakeScheduler):
     def _release(self, live: Any) -> None:
         live.blocks.pop()

@@ -11,7 +11,7 @@ import numpy as np
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import Int32Array
 from hardpoint_bench.clocked_loop import ClockedLoop
-from hardpoint_bench.faults import require
+from hardpoint_bench.faults import blaming, require
 from hardpoint_bench.requests import make_request, own_tokens
 from hardpoint_bench.rig import Rig, Sizes
 
@@ -98,6 +98,11 @@ def measure_lookup(rig: Rig, num_tokens: int) -> Lookup:
     """With a rig of :func:`lookup_sizes`. Raises ``SchedulerFault`` when less than all of the prompt is found."""
     if not rig.caches_prefixes:
         raise ConfigError(f"--lookup needs prefix caching, which {rig.plugin.label} does not do with these settings")
+    with blaming(rig.plugin.label):
+        return _measure(rig, num_tokens)
+
+
+def _measure(rig: Rig, num_tokens: int) -> Lookup:
     run = _LookupRun(rig, num_tokens)
     free = run.num_free_blocks
     run.fill()

@@ -12,7 +12,7 @@ import numpy as np
 
 from hardpoint.errors import ConfigError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces import EngineOutput, FinishReason, RunnerOutput, SchedulerOutput
-from hardpoint_bench.faults import SchedulerFault, require
+from hardpoint_bench.faults import SchedulerFault, blaming, in_words, require
 from hardpoint_bench.outcome import Outcome
 from hardpoint_bench.requests import make_request
 from hardpoint_bench.rig import Rig
@@ -109,6 +109,10 @@ class Simulation:
 
     def run(self) -> Outcome:
         """All of the trace, and then until nobody is left."""
+        with blaming(self._rig.plugin.label):
+            return self._run()
+
+    def _run(self) -> Outcome:
         fruitless = 0
         while True:
             self._add_arrived()
@@ -186,7 +190,8 @@ class Simulation:
         self._barren_steps = 0 if outputs else self._barren_steps + 1
         if self._barren_steps > _MAX_BARREN_STEPS:
             rule = "some request gets on"
-            raise SchedulerFault(f"{rule}; nobody got a token in {_MAX_BARREN_STEPS} steps ({self._scheduler.stats()})")
+            stats = in_words(self._scheduler.stats())
+            raise SchedulerFault(f"{rule}; nobody got a token in {_MAX_BARREN_STEPS} steps ({stats})")
         self._collect(outputs)
         if entry.step.num_tokens:
             self.outcome.steps += 1
@@ -230,7 +235,8 @@ class Simulation:
     def _check_end(self) -> None:
         scheduler, outcome = self._scheduler, self.outcome
         if scheduler.has_work():
-            raise SchedulerFault(f"the scheduler is stuck: it has work but schedules nothing ({scheduler.stats()})")
+            rule = "the scheduler is stuck: it has work but schedules nothing"
+            raise SchedulerFault(f"{rule} ({in_words(scheduler.stats())})")
         lost = len(self._live)
         require(not lost, "every request ends", f"{lost} never did, such as {next(iter(self._live), '')}")
         held = self._worker.num_held

@@ -12,7 +12,7 @@ import numpy as np
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EngineOutput, FinishReason, Int32Array, RunnerOutput, SchedulerOutput
 from hardpoint_bench.clocked_loop import ClockedLoop
-from hardpoint_bench.faults import SchedulerFault, require
+from hardpoint_bench.faults import SchedulerFault, blaming, in_words, require
 from hardpoint_bench.hops import Hops
 from hardpoint_bench.requests import make_request, own_tokens, prefix_tokens
 from hardpoint_bench.rig import Rig, Sizes
@@ -150,6 +150,10 @@ class SteadyRun:
         self._num_told = 0
 
     def run(self) -> StepFigures:
+        with blaming(self._rig.plugin.label):
+            return self._run()
+
+    def _run(self) -> StepFigures:
         before = self._scheduler.stats()
         add_ns, fill_ns = self._fill()
         steps, tokens = self._measure()
@@ -212,9 +216,8 @@ class SteadyRun:
             if self._is_steady():
                 return spent, total / load.running
         if self.is_roomy:
-            raise SchedulerFault(
-                f"{load.running} requests should run; after {self._fill_steps} steps {self._scheduler.stats()}"
-            )
+            found = in_words(self._scheduler.stats())
+            raise SchedulerFault(f"{load.running} requests should run; after {self._fill_steps} steps {found}")
         return spent, total / load.running
 
     def _is_steady(self) -> bool:

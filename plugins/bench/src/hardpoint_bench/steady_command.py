@@ -52,9 +52,9 @@ def _travelled(rig: Rig, load: Load) -> StepFigures:
 
 def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
     (engine,) = config.engines.values()
-    seqs = engine.scheduler.max_num_seqs
+    most = _most_running(engine)
     load = Load(
-        running=seqs if seqs is not None and not values.is_given("running") else values["running"],
+        running=most if most is not None and not values.is_given("running") else values["running"],
         waiting=values["waiting"],
         steps=values["steps"],
         prompt_len=values["prompt-len"],
@@ -75,10 +75,17 @@ def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
     return Rig.of(config, sizes, pipelined=values["async"]), load
 
 
+def _most_running(engine: EngineConfig) -> int | None:
+    """What the settings allow, if they say."""
+    active = engine.scheduler.max_num_active_seqs
+    return engine.scheduler.max_num_seqs if active is None else active
+
+
 def _check_settings(engine: EngineConfig, load: Load) -> None:
-    seqs, batched = engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens
-    if seqs is not None and seqs != load.running:
-        raise ConfigError(f"--max-num-seqs {seqs} is not --running {load.running}; give one of them")
+    most, batched = _most_running(engine), engine.scheduler.max_num_batched_tokens
+    if most is not None and most != load.running:
+        setting = "--max-num-seqs" if engine.scheduler.max_num_active_seqs is None else "--max-num-active-seqs"
+        raise ConfigError(f"{setting} {most} is not --running {load.running}; give one of them")
     if batched is not None and batched < load.running:
         raise ConfigError(
             f"--max-num-batched-tokens {batched} has no room for a token of each of --running {load.running} requests; "
