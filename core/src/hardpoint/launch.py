@@ -264,9 +264,7 @@ def _choose_block_size(runtime: PluginRuntime, platform: Platform, settings: Eng
     rules = _block_size_rules(runtime, platform, settings)
     if not rules and settings.preferred_block_size is None:
         named = ", ".join(_attention_candidates(platform, settings)) or "none"
-        raise ConfigError(
-            f"neither {platform.name!r} nor a manifest ({named}) states a KV block size; set --block-size"
-        )
+        raise ConfigError(f"neither {platform.name!r} nor a manifest ({named}) states a block size; set --block-size")
     chosen = smallest_block_size(rules, settings.preferred_block_size or 1)
     why = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "stated by no attention backend"
     _logger.info("KV block size %d, set by phase 1 of alignment (%s)", chosen, why)

@@ -59,3 +59,9 @@ def test_a_setting_in_the_wrong_place_is_pointed_to_its_own(tmp_path: Path) -> N
         load(tmp_path, "model: m\nblock_size: 8\n")
     with pytest.raises(ConfigError, match=r"'cachee' \(did you mean 'cache'\?\)"):
         load(tmp_path, "model: m\ncachee: {block_size: 8}\n")
+
+
+def test_places_are_not_promised_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler: .*max_num_active_seqs must be at most max_num_seqs \(4\)"):
+        load(tmp_path, "model: m\nscheduler: {max_num_seqs: 4, max_num_active_seqs: 8}\n")
+    assert load(tmp_path, "model: m\n", HARDPOINT_MAX_NUM_ACTIVE_SEQS="8").engines["m"].scheduler.max_num_seqs is None

@@ -64,9 +64,7 @@ def test_a_named_backend_alone_decides(site: Site) -> None:
 def test_without_a_manifest_the_platforms_preference_stands_or_is_missed(site: Site) -> None:
     install(site, "mute")
     assert choose(site, "mute", preferred_block_size=16) == 16
-    with pytest.raises(
-        ConfigError, match=r"neither 'fake' nor a manifest \(mute\) states a KV block size; set --block"
-    ):
+    with pytest.raises(ConfigError, match=r"neither 'fake' nor a manifest \(mute\) states a block size; set --block"):
         choose(site, "mute")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ import uvicorn
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError, InvalidRequestError
 from hardpoint.interfaces import AllBlocksCleared, BlockHash, BlocksRemoved, BlocksStored, KVEventBatch
-from hardpoint.interfaces.endpoint import EndpointContext
+from hardpoint.interfaces.endpoint import EndpointContext, ServerFacts
 from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app
 from hardpoint.server.run import HttpServer
@@ -73,7 +73,8 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     engines = Engines(["fake", "late"])
     options = KVEventsOptions(**getattr(request, "param", {}))
     roles = frozenset({ProcessRole.API})
-    context = EndpointContext("kv_events", 1, roles, router=engines, is_draining=lambda: engines.draining)
+    facts = ServerFacts("0.1", 0, 1 << 20, kv_events=True)
+    context = EndpointContext("kv_events", 1, roles, router=engines, facts=facts, is_draining=lambda: engines.draining)
     endpoint = create(context, options)
     endpoint.engine_started(client)
     engines.add("fake", client)
@@ -210,6 +211,9 @@ async def test_readers_are_limited(site: Site) -> None:
     async with site.http.stream("GET", "/kv_events"):
         answer = await site.http.get("/kv_events")
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+        assert "1 readers follow the events" in answer.json()["error"]["message"]
+        assert "plugins.endpoint.kv_events.max_readers" in answer.json()["error"]["message"]
     await until(lambda: site.endpoint._num_readers == 0)
     await site.read()
 
@@ -236,8 +240,10 @@ async def test_the_stream_ends_with_the_server_and_with_the_engine(site: Site) -
     assert [frame["event"] for frame in await ending] == ["start"]
 
 
-@pytest.mark.parametrize("query", ["after=x", "after=-1", "after=%C2%B2", "after=99999999999999999999", "follow=maybe"])
-async def test_what_is_no_cursor_is_refused(site: Site, query: str) -> None:
+@pytest.mark.parametrize(
+    "query", ["after=x", "after=-1", "after=%C2%B2", "after=99999999999999999999", "follow=maybe", "folow=0"]
+)
+async def test_what_means_nothing_is_refused(site: Site, query: str) -> None:
     answer = await site.http.get(f"/kv_events?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
@@ -288,3 +294,11 @@ def test_cursors() -> None:
 def test_it_needs_a_server_and_an_engine_that_tells() -> None:
     with pytest.raises(ConfigError, match="router"):
         create(EndpointContext("x", 1, frozenset({ProcessRole.API})), KVEventsOptions())
+    facts = ServerFacts("0.1", 0, 1 << 20)
+    context = EndpointContext("x", 1, frozenset({ProcessRole.API}), router=Engines(["fake"]), facts=facts)
+    with pytest.raises(ConfigError, match="set --kv-events"):
+        create(context, KVEventsOptions())
+    told = EndpointContext(
+        "x", 1, frozenset({ProcessRole.API}), router=Engines(["fake"]), facts=replace(facts, kv_events=True)
+    )
+    assert create(told, KVEventsOptions()).access == "admin"

@@ -140,9 +140,7 @@ def _split_document(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
             raise ConfigError(f"{', '.join(beside)} must stand under the engine in 'engines', not beside it")
         ((name, given),) = engines.items()
         if not isinstance(given, dict):
-            raise ConfigError(
-                f"the entry under 'engines' must hold sections such as model and cache, not {given!r:.200}"
-            )
+            raise ConfigError(f"the entry under 'engines' must hold sections like model and cache, not {given!r:.200}")
         engine = dict(given)
     else:
         engine = {key: document[key] for key in _ENGINE_SECTIONS if key in document}

@@ -88,6 +88,12 @@ class SchedulerConfig(_Section):
     full_sequence_must_fit: bool = False
     """admit a request only when all of it fits the free blocks"""
 
+    @model_validator(mode="after")
+    def _active_have_places(self) -> SchedulerConfig:
+        if self.max_num_seqs is not None and (self.max_num_active_seqs or 0) > self.max_num_seqs:
+            raise ValueError(f"max_num_active_seqs must be at most max_num_seqs ({self.max_num_seqs})")
+        return self
+
 
 class ExecutionConfig(_Section):
     """Devices and kernels."""

@@ -180,9 +180,7 @@ class PluginHelp(argparse.Action):
 
 def _facts(key: str, schema: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Option with its flag, type, default and description."""
-    default = (
-        f"default {json.dumps(schema['default'], ensure_ascii=False)}" if schema.get("default") is not None else ""
-    )
+    default = "" if schema.get("default") is None else f"default {json.dumps(schema['default'], ensure_ascii=False)}"
     named = f"{key} ({schema['flag']})" if "flag" in schema else key
     return named, _type(schema), "required" if schema["is_required"] else default, schema.get("description", "")
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ServerFacts:
     """Fixed facts endpoints may report. ``created`` is the start time in Unix seconds.
 
-    ``request_timeout_s`` is the operator's ceiling on the time of one request, None without one.
+    ``request_timeout_s`` is the operator's ceiling on the time of one request, None without one; ``kv_events`` tells
+    whether every engine is going to tell of its KV cache, which takes the setting and a prefix cache.
     """
 
     version: str
@@ -29,6 +30,7 @@ class ServerFacts:
     max_body_bytes: int
     endpoints: tuple[str, ...] = ()
     request_timeout_s: float | None = None
+    kv_events: bool = False
 
 
 _KINDS: Mapping[int, str] = {

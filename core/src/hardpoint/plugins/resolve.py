@@ -52,7 +52,8 @@ def _option_faults(plugin: DiscoveredPlugin, manifest: PluginManifest, given: di
     # Deferred: brings pydantic along, which lists and reports do without.
     from hardpoint.plugins.options import schema_faults, unknown_options
 
-    unknown = unknown_options(plugin.kind, plugin.name, given, manifest.option_schemas)
+    stale = f" (says its manifest; is it out of date? `hardpoint plugins manifest {plugin.distribution} --check`)"
+    unknown = [told + stale for told in unknown_options(plugin.kind, plugin.name, given, manifest.option_schemas)]
     return unknown or schema_faults(plugin.kind, plugin.name, manifest.options, given)
 
 
@@ -88,9 +89,7 @@ class _Draft:
         for name in chosen.allow or ():
             if name not in known:
                 why = [entry.reason for entry in self.discovery.refused if entry.name == name]
-                missing = (
-                    f"is not installed{did_you_mean(name, known)}; install its distribution or take it off the list"
-                )
+                missing = f"is not installed{did_you_mean(name, known)}; install its distribution or take it off"
                 fault = f"is refused: {why[0]}" if why else missing
                 self.problems.append(PluginNotFoundError(f"plugin {name!r} on the list {ALLOW_VARIABLE} {fault}"))
         wanted = {(kind, name) for kind in chosen.choices for name in chosen.named(kind)}

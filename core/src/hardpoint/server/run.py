@@ -107,9 +107,9 @@ def _create_endpoints(config: AppConfig, runtime: PluginRuntime, engines: Engine
     loggers: dict[str, StatLogger] = runtime.create_all("stat_logger")
     for logger in loggers.values():
         logger.interval_s = config.log_interval_s
-    server = config.server
-    limits: dict[str, Any] = {"max_body_bytes": server.max_body_bytes, "request_timeout_s": server.request_timeout_s}
-    facts = ServerFacts(__version__, int(time.time()), endpoints=server.endpoints, **limits)
+    (cache,) = (engine.cache for engine in config.engines.values())
+    told = config.server.model_dump(include={"endpoints", "max_body_bytes", "request_timeout_s"})
+    facts = ServerFacts(__version__, int(time.time()), kv_events=cache.kv_events and cache.prefix_caching, **told)
     exporters = tuple(logger for logger in loggers.values() if isinstance(logger, MetricsExporter))
 
     def context(endpoint: str) -> PluginContext:

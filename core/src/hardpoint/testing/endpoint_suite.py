@@ -71,7 +71,7 @@ class EndpointSuite(PluginSuite):
     @pytest.fixture
     def endpoint(self, engines: Engines) -> Endpoint:
         roles = frozenset({ProcessRole.API})
-        facts = ServerFacts("0.0", 1_700_000_000, ServerConfig().max_body_bytes)
+        facts = ServerFacts("0.0", 1_700_000_000, ServerConfig().max_body_bytes, kv_events=True)
         report = LoadReport("process 0 (api)", 0, ("api",), None, "0.0", ())
         shared: dict[str, Any] = {"router": engines, "facts": facts, "load_report": lambda: report}
         return self.create_endpoint(EndpointContext("under-test", 1, roles, **shared))

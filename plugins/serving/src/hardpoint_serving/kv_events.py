@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
-from hardpoint.interfaces.endpoint import Endpoint, EndpointContext
+from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError
+from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, RequestFailure
 from hardpoint.interfaces.engine import EngineClient, ModelRouter
 from hardpoint.interfaces.plugin import plugin
 from hardpoint_serving.kv_feed import Cursor, EventFeed
@@ -19,6 +19,7 @@ from hardpoint_serving.sse import EventStream, event
 
 __all__ = ["KVEventsEndpoint", "KVEventsOptions", "create"]
 
+_QUERY = ("model", "after", "follow")
 _LOOK_S = 0.5
 """How often a stream without news looks whether its engine lives and the server goes on."""
 
@@ -64,6 +65,9 @@ class KVEventsEndpoint(Endpoint):
         """Query: ``model``, ``after`` (a cursor; the header ``Last-Event-ID`` does as well), ``follow=false`` to end
         with what there is."""
         query = request.query_params
+        for name in query:
+            if name not in _QUERY:
+                raise InvalidRequestError(f"unknown {name[:40]!r}; allowed: {', '.join(_QUERY)}", param=name[:40])
         client = self._router.resolve(query.get("model"))
         if client.dead_reason is not None:
             raise EngineDeadError(client.dead_reason)
@@ -72,7 +76,7 @@ class KVEventsEndpoint(Endpoint):
         if goes_on not in ("true", "false"):
             raise InvalidRequestError(f"follow is {goes_on[:40]!r}; allowed: true, false", param="follow")
         if self._num_readers >= self._options.max_readers:
-            raise OverloadedError(f"{self._num_readers} readers follow the events; raise max_readers")
+            return self._full()
         self._num_readers += 1
         return EventStream(
             self._frames(client, cursor, goes_on == "true"),
@@ -81,6 +85,15 @@ class KVEventsEndpoint(Endpoint):
             error_body=self.error_body,
             keepalive_s=self._options.keepalive_s,
         )
+
+    def _full(self) -> Response:
+        """A 429 of its own text: the usual one speaks of requests that wait, and none does."""
+        message = (
+            f"{self._num_readers} readers follow the events, as many as may; end one, or raise the server's option "
+            "plugins.endpoint.kv_events.max_readers"
+        )
+        failure = RequestFailure(429, message, None, "overloaded", {"Retry-After": "1"})
+        return JSONResponse(dict(self.error_body(failure)), failure.status, dict(failure.headers))
 
     async def _leave(self) -> None:
         self._num_readers -= 1
@@ -115,7 +128,12 @@ def _gap(reason: str, first: int, last: int | None) -> bytes:
 
 @plugin("endpoint", options=KVEventsOptions)
 def create(ctx: EndpointContext, options: KVEventsOptions) -> KVEventsEndpoint:
-    """Raises ``ConfigError`` outside a server, where there is no router."""
-    if ctx.router is None:
+    """Raises ``ConfigError`` outside a server, where there is no router, and where engines will tell no events."""
+    if ctx.router is None or ctx.facts is None:
         raise ConfigError("the kv_events endpoint needs a server's router")
+    if not ctx.facts.kv_events:
+        raise ConfigError(
+            "the endpoint kv_events would be silent: set --kv-events (cache.kv_events) and leave the prefix cache on, "
+            "or take the endpoint out of server.endpoints"
+        )
     return KVEventsEndpoint(ctx.router, options, ctx.is_draining)
