@@ -364,3 +364,14 @@ def test_common_blocks_and_guesses_of_two_groups() -> None:
     step = scheduler.schedule()
     assert [update.counts.tolist() for update in step.new_blocks] == [[1], [1]]
     scheduler.check_integrity()
+
+
+def test_guesses_that_leave_no_room_for_a_token_end_the_request_at_once() -> None:
+    """R3.31: what remains of the input budget beside them would be nothing in every step."""
+    scheduler = make_scheduler(20, extensions=(Speculator(),), max_num_batched_tokens=3, max_scheduled_tokens=1)
+    refused = scheduler.add(request("a", PROMPT))
+    assert refused is not None
+    assert refused.finish_reason is FinishReason.ERROR
+    assert refused.error is not None
+    assert "max_num_batched_tokens (3)" in refused.error
+    assert not scheduler.has_work()

@@ -150,6 +150,15 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     assert loop.tokens("stays") == expected(PROMPT, 2)
 
 
+def test_deadlines_of_ended_requests_are_not_kept() -> None:
+    """A limit of a day must not keep a day's requests."""
+    scheduler = make_scheduler()
+    for number in range(1_000):
+        scheduler.add(request(f"r{number}", PROMPT, deadline=1e9))
+        scheduler.finish([f"r{number}"], FinishReason.ABORT)
+    assert len(scheduler._deadlines) < 100
+
+
 def test_a_deadline_is_kept_while_everything_is_paused() -> None:
     now = [0.0]
     scheduler = make_scheduler(clock=lambda: now[0])

@@ -31,6 +31,8 @@ class Intake:
                 "retry later or raise it"
             )
         live = LiveRequest(record, self._length_limit(record), state.hasher if state.kv.prefix_caching else None)
+        if (fault := self._draft_fault(live)) is not None:
+            return EngineOutput(record.request_id, [], FinishReason.ERROR, error=fault)
         live.note(Milestone.QUEUED, state.clock())
         state.live[record.request_id] = live
         state.extensions.on_added(live)
@@ -56,6 +58,16 @@ class Intake:
         if fault is None and self._state.encoder is not None:
             fault = self._state.encoder.refusal(record, at_once=not self._state.limits.chunked_prefill)
         return None if fault is None else EngineOutput(record.request_id, [], FinishReason.ERROR, error=fault)
+
+    def _draft_fault(self, request: LiveRequest) -> str | None:
+        """R3.31: what drafts leave of the input budget must hold a token, or the request would wait for ever."""
+        state = self._state
+        most = state.limits.max_num_batched_tokens
+        if not state.extensions.lookahead or state.limits.max_scheduled_tokens is None:
+            return None
+        drafts = state.extensions.num_lookahead_tokens(request)
+        short = f"{drafts} draft tokens leave no room in max_num_batched_tokens ({most}); raise it, or draft fewer"
+        return short if drafts >= most else None
 
     def _encoder_fault(self, record: EngineRequest) -> str | None:
         """R1.34: layers that attend to an encoder's output have blocks for so much of it and no more."""

@@ -59,8 +59,16 @@ class BatchScheduler(Scheduler):
     def add(self, request: EngineRequest) -> EngineOutput | None:
         refusal = self._intake.add(request)
         if refusal is None and request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            self._remember_deadline(request.deadline, request.request_id)
         return refusal
+
+    def _remember_deadline(self, deadline: float, request_id: str) -> None:
+        """Deadlines of ended requests stay until they are most of the heap: long ones must not keep them all."""
+        live = self._state.live
+        if len(self._deadlines) > 2 * len(live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, request_id))
 
     def finish(self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         return self._lifecycle.finish_from_outside(request_ids, reason, error)
