@@ -91,6 +91,16 @@ def test_as_many_run_as_the_settings_allow(hardpoint: CommandLine) -> None:
     assert (report["running"], report["tokens"]) == (3, 3 * 40)
 
 
+def test_hashes_that_nobody_shares_need_no_warning(
+    hardpoint: CommandLine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    done = hardpoint("bench", "scheduler", *SMALL, "--hash-algorithm", "xxhash")
+    assert done.json_lines()[0]["hashes_checked"] == 6
+    assert "cannot be shared" not in done.err + caplog.text
+    assert os.environ["PYTHONHASHSEED"] == "random"
+
+
 def test_runs_can_be_repeated(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, *SMALL, "--repeats", 2)
     assert len(report["step_us_median_of_runs"]) == 2
@@ -128,6 +138,7 @@ def test_the_help_explains_both_forms(hardpoint: CommandLine) -> None:
         (("--rate", "3"), "--rate: only with --trace FILE or --requests N"),
         (("--plot", "x.png"), "--plot: only with --trace FILE or --requests N"),
         (("--requests", "3", "--steps", "4"), "--steps: only without a trace"),
+        (("--requests", "3", "--no-ipc"), "--no-ipc: only without a trace"),
         (("--requests", "3", "--repeats", "4"), "leave out --repeats"),
         (("--requests", "3", "--rate", "0"), "--rate 0.0"),
         (("--requests", "0"), "--requests 0 must be at least 1"),
@@ -156,7 +167,8 @@ def test_what_makes_no_run_is_explained(hardpoint: CommandLine, options: tuple[s
 
 def test_flags_of_a_scheduler_are_not_for_models(hardpoint: CommandLine) -> None:
     done = hardpoint("bench", "--running", 3, "--trace", "x")
-    assert "--running, --trace only apply to `hardpoint bench scheduler`" in done.complaint()
+    assert "--running, --trace: only for `hardpoint bench scheduler`" in done.complaint()
+    assert "--no-ipc: only for" in hardpoint("bench", "smollm2", "--no-ipc").complaint()
 
 
 def test_a_trace_is_replayed(hardpoint: CommandLine, tmp_path: Path) -> None:
@@ -177,6 +189,20 @@ def test_a_trace_is_replayed(hardpoint: CommandLine, tmp_path: Path) -> None:
     assert report["ignored_keys"] == ["extra"]
     faster = measured(hardpoint, "--trace", trace, "--hash-block", 16, "--speed", 2, "--timestamp-unit", "s", "--json")
     assert faster["simulated_s"] == pytest.approx(2500, abs=1)
+
+
+def test_requests_without_a_tenant_have_a_line_with_a_name(hardpoint: CommandLine, tmp_path: Path) -> None:
+    line = {"arrival_s": 0, "input_length": 4, "output_length": 1}
+    trace = write(tmp_path / "t.jsonl", line, line | {"tenant": "x"})
+    shown = hardpoint("bench", "scheduler", "--trace", trace).out.split()
+    assert "tenants.(none).completed" in shown
+    assert "tenants.x.completed" in shown
+
+
+def test_steps_without_boundaries_have_no_such_figure(hardpoint: CommandLine) -> None:
+    options = ("--running", 2, "--steps", 2, "--prompt-len", 18, "--no-ipc")
+    assert measured(hardpoint, *options, "--json")["boundary_step_us_median"] is None
+    assert "boundary_step" not in hardpoint("bench", "scheduler", *options).out
 
 
 def test_a_faulty_line_is_named(hardpoint: CommandLine, tmp_path: Path) -> None:

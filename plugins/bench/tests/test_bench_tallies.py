@@ -67,6 +67,11 @@ def test_no_area_and_no_peak_is_lost(moves: list[tuple[float, int]]) -> None:
     assert math.isclose(told, area, rel_tol=1e-6, abs_tol=1e-6)
     assert max(line.peaks("n")) == max(height for _, height in moves)
     assert len(times) <= 8
+    few, edges = line.means("n", 3), line.edges(3)
+    assert len(few) == len(edges) - 1 <= 3
+    told = sum(mean * (end - start) for mean, start, end in zip(few, edges, edges[1:], strict=False))
+    assert math.isclose(told, area, rel_tol=1e-6, abs_tol=1e-6)
+    assert max(line.peaks("n", 3)) == max(line.peaks("n"))
 
 
 def test_intervals_double_when_time_outgrows_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,18 @@ GOOD: dict[str, Any] = {"arrival_s": 1.0, "input_length": 8, "output_length": 2}
 def test_faulty_lines_are_named(path: Path, line: dict[str, Any] | bytes, fault: str) -> None:
     with pytest.raises(ConfigError, match=rf"trace\.jsonl:2: .*({fault})"):
         read(path, GOOD, line)
+
+
+def test_faulty_lines_of_standard_input_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(*lines: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"".join(lines))))
+
+    reading(b'{"arrival_s": 0, "input_length": 4, "output_length": 1}\n', b"{}\n")
+    with pytest.raises(ConfigError, match="^standard input:2: Object missing required field `output_length`"):
+        list(TraceFile("-")())
+    reading()
+    with pytest.raises(ConfigError, match="'standard input' holds no request"):
+        list(TraceFile("-")())
 
 
 def test_deep_nesting_is_no_way_out(path: Path) -> None:

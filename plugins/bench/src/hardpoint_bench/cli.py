@@ -47,7 +47,7 @@ class BenchCommand(CliCommand):
                 raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")
             return run_scheduler(arguments)
         if alien := flags_given(arguments):
-            raise ConfigError(f"{', '.join(alien)} only apply to `hardpoint bench scheduler`")
+            raise ConfigError(f"{', '.join(alien)}: only for `hardpoint bench scheduler`, not for a model")
         return self._run_workloads(arguments)
 
     def _run_workloads(self, arguments: argparse.Namespace) -> int:

@@ -36,6 +36,10 @@ class Flag:
         """No setting's flag has such a name."""
         return f"bench:{self.name}"
 
+    def spelling(self, value: Any) -> str:
+        """As it was written to get ``value``: switches that are on unless told otherwise have two forms."""
+        return f"--no-{self.name}" if value is False else self.option
+
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         text = self.text if self.default in (None, False, 0) else f"{self.text} (default: {self.default})"
         settings: dict[str, Any] = {"dest": self.dest, "default": None, "help": text}
@@ -109,7 +113,7 @@ class Values:
 
     def __getitem__(self, name: str) -> Any:
         value = self.given.get(name)
-        return _DEFAULTS[name] if value is None else value
+        return _FLAGS[name].default if value is None else value
 
     def is_given(self, name: str) -> bool:
         return self.given.get(name) is not None
@@ -117,17 +121,16 @@ class Values:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Values:
         """Those of a command line."""
-        flags = (*BOTH, *STEADY, *REPLAY)
-        given = {flag.name: getattr(arguments, flag.dest) for flag in flags}
+        given = {name: getattr(arguments, flag.dest) for name, flag in _FLAGS.items()}
         return cls({name: value for name, value in given.items() if value is not None})
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raises ``ConfigError`` when any flag of ``names`` was given: nothing is dropped in silence."""
-        if alien := [f"--{name}" for name in names if self.is_given(name)]:
+        if alien := [_FLAGS[name].spelling(self.given[name]) for name in names if self.is_given(name)]:
             raise ConfigError(f"{', '.join(alien)}: {why}")
 
 
-_DEFAULTS = {flag.name: flag.default for flag in (*BOTH, *STEADY, *REPLAY)}
+_FLAGS = {flag.name: flag for flag in (*BOTH, *STEADY, *REPLAY)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,5 +150,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def flags_given(arguments: argparse.Namespace) -> list[str]:
     """Those on the command line, for the form of the command that has none of them."""
-    values = Values.of(arguments)
-    return [flag.option for flag in (*BOTH, *STEADY, *REPLAY) if values.is_given(flag.name)]
+    return [_FLAGS[name].spelling(value) for name, value in Values.of(arguments).given.items()]

@@ -14,6 +14,8 @@ __all__ = ["check_plot", "draw"]
 
 _STYLES = ("-", "--", ":", "-.")
 """Lines that coincide can be told apart."""
+_INTERVALS = 300
+"""Most intervals of a line: more are narrower than the line, and only make the file large."""
 _FORMATS = (".png", ".svg")
 _TITLES = {"waiting": "requests waiting", "running": "requests running", "blocks_in_use": "KV blocks in use"}
 
@@ -42,8 +44,9 @@ def draw(path: str, outcomes: Mapping[str, Outcome]) -> None:
     for place, (name, title) in zip(axes, _TITLES.items(), strict=True):
         for (label, outcome), dashes in zip(outcomes.items(), cycle(_STYLES)):
             line: Timeline = outcome.timeline
-            (drawn,) = place.step(line.times, line.means(name), dashes, where="post", linewidth=1.2, label=label)
-            place.fill_between(line.times, line.peaks(name), step="post", alpha=0.15, color=drawn.get_color())
+            edges, means, peaks = line.edges(_INTERVALS), line.means(name, _INTERVALS), line.peaks(name, _INTERVALS)
+            (drawn,) = place.step(edges, [*means, means[-1]], dashes, where="post", linewidth=1.2, label=label)
+            place.stairs(peaks, edges, fill=True, alpha=0.15, color=drawn.get_color())
         place.set_ylabel(title)
         place.set_ylim(bottom=0)
         place.grid(visible=True, alpha=0.3)

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hardpoint.config import load_config
+from hardpoint.config import AppConfig, load_config
 from hardpoint_bench.flags import BOTH, REPLAY, STEADY, Values
+from hardpoint_bench.hash_seed import own_hash_seed
 from hardpoint_bench.replay_command import is_replay, replay, write_trace
 from hardpoint_bench.rig import with_blocks
 from hardpoint_bench.steady_command import measure
@@ -19,6 +20,9 @@ __all__ = ["SCHEDULER", "run_scheduler"]
 
 SCHEDULER = "scheduler"
 """What stands in the place of a model to ask for this form of the command."""
+
+_NAMELESS = "(none)"
+"""The tenant of requests that name none, in tables for people."""
 
 
 def run_scheduler(arguments: argparse.Namespace) -> int:
@@ -30,19 +34,23 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
         print(f"{write_trace(values)} requests written", file=sys.stderr)
         return 0
     config = with_blocks(load_config(arguments, os.environ), values["blocks"])
-    if is_replay(values):
-        values.refuse([flag.name for flag in STEADY], "only without a trace")
-        if arguments.repeats is not None:
-            values.refuse(["trace", "requests"], "a replay gives the same figures each time; leave out --repeats")
-        report = replay(config, values)
-    else:
-        values.refuse([flag.name for flag in REPLAY], "only with --trace FILE or --requests N")
-        report = measure(config, values, 1 if arguments.repeats is None else arguments.repeats)
+    with own_hash_seed():
+        report = _report(arguments, config, values)
     if arguments.json:
         print(json.dumps(report))
     else:
         _show(report)
     return 0
+
+
+def _report(arguments: argparse.Namespace, config: AppConfig, values: Values) -> dict[str, Any]:
+    if is_replay(values):
+        values.refuse([flag.name for flag in STEADY], "only without a trace")
+        if arguments.repeats is not None:
+            values.refuse(["trace", "requests"], "a replay gives the same figures each time; leave out --repeats")
+        return replay(config, values)
+    values.refuse([flag.name for flag in REPLAY], "only with --trace FILE or --requests N")
+    return measure(config, values, 1 if arguments.repeats is None else arguments.repeats)
 
 
 def _show(report: Mapping[str, Any]) -> None:
@@ -59,6 +67,6 @@ def _show(report: Mapping[str, Any]) -> None:
 def _leaves(report: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     for key, value in report.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{key}.")
-        else:
+            yield from _leaves(value, f"{path}{key or _NAMELESS}.")
+        elif value is not None:
             yield f"{path}{key}", f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -116,10 +117,10 @@ class StepFigures:
         return bool(began) and min(began) * len(self.steps) >= self.rows
 
     def quantile_us(self, clock: str, percent: float, *, boundaries_only: bool = False) -> float:
-        """Of one of the clocks, in microseconds; 0 when no step qualifies."""
+        """Of one of the clocks, in microseconds; not a number when no step qualifies."""
         chosen = [step for step in self.steps if step.boundary_rows or not boundaries_only]
         values = [getattr(step, clock) for step in chosen]
-        return float(np.percentile(values, percent)) / 1e3 if values else 0.0
+        return float(np.percentile(values, percent)) / 1e3 if values else math.nan
 
 
 class SteadyRun:

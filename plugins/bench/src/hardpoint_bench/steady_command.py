@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import sys
 from typing import Any
@@ -120,7 +121,7 @@ def _report(rig: Rig, load: Load, figures: StepFigures, is_roomy: bool) -> dict[
         "prefix_hit_rate": round(figures.prefix_hit_rate, 4),
         "preemptions": figures.preemptions,
         "blocks_leaked": figures.blocks_leaked,
-        **{name: round(value, 2) for name, value in parts.items()},
+        **{name: None if math.isnan(value) else round(value, 2) for name, value in parts.items()},
         "scheduler": rig.plugin.label,
         "running": load.running,
         "waiting": load.waiting,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hardpoint_bench.faults import require
 
@@ -109,17 +110,30 @@ class Timeline:
     @property
     def times(self) -> list[float]:
         """Where the intervals begin, seconds."""
-        return [index * self.width for index in range(int(self._now / self.width) + 1)]
+        return [float(start * self.width) for start in self._starts(None)]
 
-    def means(self, name: str) -> list[float]:
-        """Over each interval; the last one ends now."""
-        row = self._area[self.names.index(name), : len(self.times)]
-        lengths = np.full(len(row), self.width)
-        lengths[-1] = self._now - (len(row) - 1) * self.width
-        return [float(area / length) if length > 0 else 0.0 for area, length in zip(row, lengths, strict=True)]
+    def edges(self, most: int | None = None) -> list[float]:
+        """Where the intervals begin, and where the last one ends, seconds. ``most``: see :meth:`means`."""
+        return [*(float(start * self.width) for start in self._starts(most)), self._now]
 
-    def peaks(self, name: str) -> list[float]:
-        return [float(peak) for peak in self._peaks[self.names.index(name), : len(self.times)]]
+    def means(self, name: str, most: int | None = None) -> list[float]:
+        """Over each interval; the last one ends now. Neighbors are taken together to have no more than ``most``."""
+        starts = self._starts(most)
+        areas = np.add.reduceat(self._area[self.names.index(name), : self._count], starts)
+        lengths = np.diff(self.edges(most))
+        return [float(area / length) if length > 0 else 0.0 for area, length in zip(areas, lengths, strict=True)]
+
+    def peaks(self, name: str, most: int | None = None) -> list[float]:
+        """Maxima in the place of means."""
+        row = self._peaks[self.names.index(name), : self._count]
+        return [float(peak) for peak in np.maximum.reduceat(row, self._starts(most))]
+
+    @property
+    def _count(self) -> int:
+        return int(self._now / self.width) + 1
+
+    def _starts(self, most: int | None) -> npt.NDArray[np.int64]:
+        return np.arange(0, self._count, 1 if most is None else -(-self._count // most))
 
 
 class Grouped(Generic[T]):

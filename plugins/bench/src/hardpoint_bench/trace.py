@@ -31,6 +31,7 @@ from hardpoint_bench.requests import HASH_IDS, PREFIX_IDS, hash_tokens, own_toke
 
 __all__ = ["Trace", "TraceFile", "TraceLine", "TraceRequest", "line_of"]
 
+_STANDARD_INPUT = "standard input"
 _MAX_LENGTH = 2**24
 _Length = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -89,11 +90,12 @@ class TraceFile:
     def __call__(self) -> Iterator[TraceRequest]:
         first: float | None = None
         last, number = 0.0, 0
+        name = _STANDARD_INPUT if self.path == "-" else self.path
         with ExitStack() as stack:
             for at, raw in enumerate(self._lines(stack), start=1):
                 if not raw.strip():
                     continue
-                where = f"{self.path}:{at}"
+                where = f"{name}:{at}"
                 line = self._parse(raw, where)
                 arrival = self._arrival(line, where)
                 first = arrival if first is None else first
@@ -104,7 +106,7 @@ class TraceFile:
                 yield TraceRequest(number, last / self.speed, prompt, line.output_length, line.priority, line.tenant)
                 number += 1
         if not number:
-            raise ConfigError(f"trace {self.path!r} holds no request")
+            raise ConfigError(f"trace {name!r} holds no request")
 
     def _lines(self, stack: ExitStack) -> Iterable[bytes]:
         if self.path == "-":
