@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -166,13 +167,21 @@ def run(site: Site, *words: str) -> int:
 def only_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """The scratch folder as the whole search path of metadata, with everything needed already imported."""
     examine(site)
+    importlib.import_module("hardpoint.testing.start_checks")
     monkeypatch.setattr(sys, "path", [str(site.root)])
     monkeypatch.delenv("HARDPOINT_PLUGINS", raising=False)
     return site
 
 
-def test_the_commands_report_by_exit_status(only_site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_report_by_exit_status(
+    only_site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     complete(only_site)
+    assert run(only_site, "doctor") == 1
+    assert "no scheduler plugin 'fcfs'" in capsys.readouterr().out, "what a start takes by default is looked for"
+    for setting, kind in (("HASH_ALGORITHM", "hash"), ("KV_LAYOUT", "kv_layout"), ("CHAT_RENDERER", "chat_renderer")):
+        monkeypatch.setenv(f"HARDPOINT_{setting}", f"the_{kind}")
+    monkeypatch.setenv("HARDPOINT_SCHEDULER", "the_scheduler")
     assert run(only_site, "doctor") == 1
     assert "no endpoint plugin 'openai'" in capsys.readouterr().out, "what a server opens by default is looked for"
     http = {"endpoint:openai": "acme_http:b", "endpoint:ops": "acme_http:c"}

@@ -153,7 +153,7 @@ def test_a_package_copied_without_metadata_is_not_found_but_the_scan_is_counted(
 def only_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """The scratch folder as the whole search path of metadata, with everything needed already imported."""
     examine(site)
-    importlib.import_module("hardpoint.launch")
+    importlib.import_module("hardpoint.testing.start_checks")
     monkeypatch.setattr(sys, "path", [str(site.root)])
     for name in ("HARDPOINT_PLUGINS", "HARDPOINT_ENDPOINTS", "HARDPOINT_CONFIG"):
         monkeypatch.delenv(name, raising=False)
@@ -185,6 +185,72 @@ def test_a_settings_file_can_be_judged(only_site: Site, capsys: pytest.CaptureFi
     config.write_text("server: {endpoint: [mine]}\n")
     with pytest.raises(ConfigError, match="endpoints"):
         run_plugins(["doctor", "--config", str(config)])
+
+
+def judged(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[dict[str, str], str]:
+    """Reasons by plugin, and the problems."""
+    run_plugins(["doctor", "--json", *flags])
+    report = json.loads(capsys.readouterr().out)
+    reasons = {f"{k['kind']}:{r['plugin']['name']}": r["reason"] for k in report["kinds"] for r in k["plugins"]}
+    return reasons, "\n".join(report["problems"])
+
+
+def test_what_the_environment_chooses_is_judged_as_a_start_takes_it(
+    only_site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("scheduler:fcfs", "scheduler:quick", "hash:sha256", "hash:other")
+    only_site.install("acme", dict.fromkeys(names, "acme.mod:c"), modules=MODULE)
+    reasons, _ = judged(capsys)
+    assert (reasons["scheduler:fcfs"], reasons["hash:sha256"]) == ("the default", "the default")
+    monkeypatch.setenv("HARDPOINT_SCHEDULER", "quick")
+    monkeypatch.setenv("HARDPOINT_HASH_ALGORITHM", "nope")
+    reasons, problems = judged(capsys)
+    assert reasons["scheduler:quick"] == "named by the operator"
+    assert "no hash plugin 'nope'" in problems
+    config = tmp_path / "settings.yaml"
+    config.write_text("cache: {hash_algorithm: other}\n")
+    monkeypatch.delenv("HARDPOINT_HASH_ALGORITHM")
+    monkeypatch.setenv("HARDPOINT_CONFIG", str(config))
+    assert judged(capsys)[0]["hash:other"] == "named by the operator"
+    assert judged(capsys, "--use", "scheduler=fcfs")[0]["scheduler:fcfs"] == "named by the operator"
+
+
+def test_settings_that_no_start_takes_are_problems(
+    only_site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry: dict[str, Any] = {"capabilities": {}}
+    only_site.install(
+        "acme", {"scheduler:fcfs": "acme.mod:c"}, modules=MODULE, manifest={"plugins": {"scheduler": {"fcfs": entry}}}
+    )
+    monkeypatch.setenv("HARDPOINT_KV_EVENTS", "1")
+    monkeypatch.setenv("HARDPOINT_HOST", "0.0.0.0")
+    _, problems = judged(capsys)
+    assert "tells no KV cache events" in problems
+    assert "without a key would let anybody use the model" in problems
+    monkeypatch.setenv("HARDPOINT_MAX_NUM_SEQS", "4")
+    monkeypatch.setenv("HARDPOINT_MAX_NUM_ACTIVE_SEQS", "8")
+    assert "must be at most max_num_seqs (4)" in judged(capsys)[1]
+
+
+def test_a_plugin_that_an_option_names_has_to_exist(
+    only_site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    option = {"type": "string", "default": "late", "plugin_kind": "scheduling_policy"}
+    schema = {"type": "object", "properties": {"policy": option}, "additionalProperties": False}
+    only_site.install(
+        "acme",
+        {"scheduler:fcfs": "acme.mod:c", "scheduling_policy:fair": "acme.mod:c"},
+        modules=MODULE,
+        manifest={"plugins": {"scheduler": {"fcfs": {"options": schema}}, "scheduling_policy": {"fair": {}}}},
+    )
+    assert "no scheduling_policy plugin 'late'" in judged(capsys)[1]
+    config = tmp_path / "settings.yaml"
+    config.write_text("plugins: {scheduler: {fcfs: {policy: fiar}}}\n")
+    assert "(named by plugins.scheduler.fcfs.policy)" in judged(capsys, "--config", str(config))[1]
+    config.write_text("plugins: {scheduler: {fcfs: {policy: fair}}}\n")
+    assert "scheduling_policy" not in judged(capsys, "--config", str(config))[1]
+    config.write_text("plugins: {scheduler: {fcfs: {polcy: fair}}}\n")
+    assert "hardpoint plugins manifest acme --check" in judged(capsys, "--config", str(config))[1]
 
 
 def test_a_kind_is_checked_and_filters_json_too(only_site: Site, capsys: pytest.CaptureFixture[str]) -> None:

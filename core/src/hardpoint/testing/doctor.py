@@ -86,8 +86,9 @@ def diagnose(
     search_path: Iterable[str] | None = None,
     probe: bool = True,
     probe_workers: Callable[[PluginPlan], Probes] | None = None,
+    settings_faults: Callable[[PluginPlan], Iterable[str]] | None = None,
 ) -> DoctorReport:
-    """Examine what ``selection`` would use.
+    """Examine what ``selection`` would use; ``settings_faults`` says what else is wrong with the plan.
 
     ``probe`` imports and asks platform factories here; ``probe_workers`` asks others elsewhere. No other code is run.
     """
@@ -98,6 +99,8 @@ def diagnose(
     probes = {**(_probe(plan, discovery, problems) if probe else {}), **(probe_workers(plan) if probe_workers else {})}
     problems += [no_candidate(kind) for kind, spec in KINDS.items() if spec.required and not plan.of(kind)]
     problems += [double.fault for double in discovery.shadowed if double.same_folder]
+    further = dict.fromkeys(settings_faults(plan)) if settings_faults else {}
+    problems += [fault for fault in further if fault not in problems]
     warnings = [notice for notice in plan.notices if notice not in problems]
     warnings += [] if faults else selection.without_effect()
     warnings += [double.fault for double in discovery.shadowed if not double.same_folder]

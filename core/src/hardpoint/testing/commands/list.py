@@ -8,16 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.plugins.kinds import kind_spec
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.selection import DEFAULT_ENDPOINTS, ENDPOINT_VARIABLE, PluginSelection, parse_names, parse_pins
 from hardpoint.testing.doctor import Probes, diagnose
 from hardpoint.testing.doctor_text import render
+
+if TYPE_CHECKING:
+    from hardpoint.config.models import AppConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +49,11 @@ def print_report(
     """Examine and print; the problems found, of all kinds whichever is shown."""
     if arguments.kind is not None:
         kind_spec(arguments.kind)
-    report = diagnose(_selection(arguments), probe=probe, probe_workers=probe_workers)
+    base, config, unread = _base(arguments, judges=probe)
+    faults = (lambda plan: _start_faults(config, plan)) if probe else None
+    report = diagnose(_selection(arguments, base), probe=probe, probe_workers=probe_workers, settings_faults=faults)
     if probe:
-        report = msgspec.structs.replace(report, problems=(*report.problems, *_flag_faults()))
+        report = msgspec.structs.replace(report, problems=(*unread, *report.problems, *_flag_faults()))
     if arguments.json:
         shown = tuple(kind for kind in report.kinds if arguments.kind in (None, kind.kind))
         print(msgspec.structs.replace(report, kinds=shown).to_json())
@@ -73,9 +79,8 @@ def wants_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def _selection(arguments: argparse.Namespace) -> PluginSelection:
-    """What the file or else the environment selects, with what the flags say instead."""
-    base = _configured(arguments.config) if arguments.config else _unconfigured()
+def _selection(arguments: argparse.Namespace, base: PluginSelection) -> PluginSelection:
+    """``base`` with what the flags say instead."""
     used: dict[str, tuple[str, ...]] = {}
     for use in arguments.use:
         kind, equals, name = use.partition("=")
@@ -88,6 +93,7 @@ def _selection(arguments: argparse.Namespace) -> PluginSelection:
         allow=base.allow if allow is None else allow,
         endpoints=base.endpoints if endpoints is None else endpoints,
         choices={**base.choices, **used},
+        defaults={kind: name for kind, name in base.defaults.items() if kind not in used},
         pins={**base.pins, **parse_pins(arguments.pin)},
         strict=base.strict or arguments.strict_plugins,
     )
@@ -98,15 +104,26 @@ def _unconfigured() -> PluginSelection:
     return PluginSelection.from_environment(os.environ, endpoints=DEFAULT_ENDPOINTS if endpoints is None else endpoints)
 
 
-def _configured(path: str) -> PluginSelection:
-    # Deferred: without a file the commands need none of what reads one.
-    from hardpoint.config.arguments import add_arguments as add_settings
-    from hardpoint.config.arguments import load_config
-    from hardpoint.launch import plugin_selection
+def _base(arguments: argparse.Namespace, *, judges: bool) -> tuple[PluginSelection, AppConfig | None, tuple[str, ...]]:
+    """What the file and the environment select, the settings, and why the environment's cannot be read.
 
-    parser = argparse.ArgumentParser()
-    add_settings(parser, with_server=True)
-    # Which model is served plays no part, but a configuration must name one.
-    config = load_config(parser.parse_args(["model", "--config", path]), os.environ)
-    (engine,) = config.engines.values()
-    return plugin_selection(config, engine, dict(os.environ), serves=True)
+    A list without a file heeds the lists of names alone. Raises ``ConfigError`` for a file that cannot be used.
+    """
+    if not (arguments.config or judges):
+        return _unconfigured(), None, ()
+    # Deferred: a list without a file needs none of what reads settings.
+    from hardpoint.testing.start_checks import configured
+
+    try:
+        return *configured(arguments.config), ()
+    except HardpointError as error:
+        if arguments.config:
+            raise
+        return _unconfigured(), None, (str(error),)
+
+
+def _start_faults(config: AppConfig | None, plan: PluginPlan) -> Iterator[str]:
+    from hardpoint.testing.start_checks import settings_faults, unknown_names
+
+    yield from unknown_names(plan)
+    yield from settings_faults(config, plan) if config is not None else ()

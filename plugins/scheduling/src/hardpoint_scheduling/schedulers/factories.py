@@ -95,7 +95,7 @@ class PolicyOptions(BaseModel):
     policy: str = Field(
         default="fcfs",
         description="scheduling_policy plugin that orders requests",
-        json_schema_extra={"flag": "--scheduling-policy"},
+        json_schema_extra={"flag": "--scheduling-policy", "plugin_kind": "scheduling_policy"},
     )
 
 
