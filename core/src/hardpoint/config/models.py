@@ -86,7 +86,7 @@ class SchedulerConfig(_Section):
     watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
     """fraction of KV blocks that admission leaves free"""
     full_sequence_must_fit: bool = False
-    """admit a request only when all of it fits the free blocks"""
+    """admit a request only when all tokens it has, without those to come, fit the free blocks"""
 
     @model_validator(mode="after")
     def _active_have_places(self) -> SchedulerConfig:
