@@ -43,6 +43,11 @@ def test_commas_in_text_of_json_part_nothing() -> None:
     assert changed.plugins["kind"] == {"dotted.name": {"key": "v"}}
 
 
+def test_values_that_are_nearly_json_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"'\{search: 3, batch: 1\}' is not JSON .*double quotes"):
+        with_scheduler(config(), "x:k.n.weights={search: 3, batch: 1},a=2")
+
+
 def test_the_original_stays_as_it_is() -> None:
     original = config({"scheduler": {"x": {"a": 0}}})
     with_scheduler(original, "x:a=1")

@@ -180,5 +180,8 @@ def _option(choice: str, scheduler: str, part: str) -> tuple[str, str, str, Any]
     kind = kind if dot else "scheduler"
     try:
         return kind, plugin, key, msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except msgspec.DecodeError as error:
+        if text.startswith(("{", "[", '"')):
+            fault = f"{text!r} is not JSON ({error}); keys and texts stand in double quotes"
+            raise ConfigError(f"--compare {choice!r}: {fault}") from None
         return kind, plugin, key, text
