@@ -7,17 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hardpoint.interfaces import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaCacheMode,
-    MambaSpec,
-    MLASpec,
-    SlidingWindowSpec,
-)
+from hardpoint.interfaces import FullAttentionSpec, KVCacheSpec, MambaCacheMode, MLASpec
 from hardpoint.testing.kv_cache_spec_suite import KVCacheSpecSuite
+from hardpoint_scheduling.conformance import TestChunkedLocal as TestChunkedLocal
+from hardpoint_scheduling.conformance import TestCrossAttention as TestCrossAttention
+from hardpoint_scheduling.conformance import TestMamba as TestMamba
+from hardpoint_scheduling.conformance import TestSlidingWindow as TestSlidingWindow
 
 # One kit for each of many variants; the managers' own tests are quick.
 pytestmark = pytest.mark.slow
@@ -43,15 +38,6 @@ class TestMla(KVCacheSpecSuite):
         return [MLASpec(block_size=size, num_kv_heads=1, head_size=576, dtype="bfloat16") for size in (4, 64)]
 
 
-class TestSlidingWindow(KVCacheSpecSuite):
-    plugin: ClassVar[str | None] = "sliding_window"
-    keeps_all: ClassVar[bool] = False
-    window: ClassVar[int] = 8
-
-    def create_specs(self) -> Sequence[KVCacheSpec]:
-        return [SlidingWindowSpec(block_size=size, sliding_window=self.window, **HEADS) for size in (4, 16)]
-
-
 class TestShortWindow(TestSlidingWindow):
     """Each token reads itself and two others: windows begin in the middle of a block."""
 
@@ -62,60 +48,35 @@ class TestLongWindow(TestSlidingWindow):
     window: ClassVar[int] = 21
 
 
-class TestChunkedLocal(KVCacheSpecSuite):
-    plugin: ClassVar[str | None] = "chunked_local"
-    keeps_all: ClassVar[bool] = False
-
-    def create_specs(self) -> Sequence[KVCacheSpec]:
-        return [ChunkedLocalAttentionSpec(block_size=size, chunk_size=5 * size, **HEADS) for size in (4, 16)]
-
-
-class TestCrossAttention(KVCacheSpecSuite):
-    plugin: ClassVar[str | None] = "cross_attention"
-
-    def create_specs(self) -> Sequence[KVCacheSpec]:
-        return [CrossAttentionSpec(block_size=size, max_encoder_tokens=100, **HEADS) for size in (4, 16)]
-
-
 class TestEncoderOnly(KVCacheSpecSuite):
     plugin: ClassVar[str | None] = "encoder_only"
 
 
-class TestRunningState(KVCacheSpecSuite):
+class TestRunningState(TestMamba):
     """R1.33: mode none."""
 
-    plugin: ClassVar[str | None] = "mamba"
-    keeps_all: ClassVar[bool] = False
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.NONE}
 
-    def create_specs(self) -> Sequence[KVCacheSpec]:
-        fields = {"shapes": ((3, 5), (2, 4)), "dtypes": ("bfloat16", "float32"), **self.state}
-        return [MambaSpec(block_size=size, **fields) for size in (4, 16)]
 
-
-class TestRunningStateWithDrafts(TestRunningState):
+class TestRunningStateWithDrafts(TestMamba):
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.NONE, "num_speculative_blocks": 3}
 
 
-class TestStatePerBlock(TestRunningState):
+class TestStatePerBlock(TestMamba):
     """R1.33: mode all."""
 
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.ALL}
 
 
-class TestStatePerBlockWithDrafts(TestRunningState):
+class TestStatePerBlockWithDrafts(TestMamba):
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.ALL, "num_speculative_blocks": 2}
 
 
-class TestAlignedState(TestRunningState):
-    """R1.33: mode align."""
+class TestAlignedStateWithDrafts(TestMamba):
+    """R1.33: mode align; without drafts it is the class of the plugin."""
 
-    state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.ALIGN}
-
-
-class TestAlignedStateWithDrafts(TestRunningState):
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.ALIGN, "num_speculative_blocks": 2}
 
 
-class TestAlignedStateWithCheckpoints(TestRunningState):
+class TestAlignedStateWithCheckpoints(TestMamba):
     state: ClassVar[dict[str, Any]] = {"mode": MambaCacheMode.ALIGN, "num_checkpoint_blocks": 1}
