@@ -101,6 +101,50 @@ class TestPlain(make_suite(base=AttentionSpec)):  # type: ignore[misc]
     pass
 
 
+class LongWindowManager(TableManager):
+    """Releases what lies before a window of 64 blocks of four tokens."""
+
+    window = 256
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return max(num_computed_tokens - self.window + 1, 0) // self.size
+
+    def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
+        table = self.tables.get(request_id, [])
+        end = self.num_released(num_processed_tokens)
+        self.pool.free(reversed(table[:end]))
+        table[:end] = [NULL_BLOCK_ID] * len(table[:end])
+
+    def num_released(self, num_processed_tokens: int) -> int:
+        return self.num_skipped_blocks(num_processed_tokens)
+
+
+class ReleasesTooMuch(LongWindowManager):
+    """One block of the window goes as well, far behind the beginning of the sequence."""
+
+    def num_released(self, num_processed_tokens: int) -> int:
+        skipped = self.num_skipped_blocks(num_processed_tokens)
+        return skipped and skipped + 1
+
+
+class ReleasesInSecret(LongWindowManager):
+    """Says that nothing is skipped, and gives it up all the same."""
+
+    keeps_all: ClassVar[bool] = True
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def num_released(self, num_processed_tokens: int) -> int:
+        return max(num_processed_tokens - self.window, 0) // self.size
+
+
+class LongWindowSpec(PlainSpec, frozen=True, kw_only=True):
+    def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        tokens = min(255 + max_in_flight_tokens, max_model_len)
+        return -(-tokens // self.block_size) + 1
+
+
 class Overwrites(TableManager):
     """The latest table replaces the request's older ids."""
 
@@ -343,6 +387,34 @@ def test_managers_that_give_blocks_up_say_so() -> None:
     honest = type("Honest", (make_suite(WindowManager),), {"keeps_all": False})
     assert run_suite(honest, only=rules).failed == {}
     assert run_suite(make_suite(WindowManager), only="covers").failed
+
+
+SKIPPED, BOUND = "test_what_is_skipped_can_be_given_up", "test_no_sequence_holds_more_than_the_bound"
+
+
+def windowed(manager: type[TableManager], *, keeps_all: bool = False) -> type[KVCacheSpecSuite]:
+    return type("Windowed", (make_suite(manager, LongWindowSpec),), {"keeps_all": keeps_all})
+
+
+@pytest.mark.parametrize("window", [256, 8_192])
+def test_windows_of_any_length_are_seen(window: int) -> None:
+    """R3.12: the rules go on until something is skipped."""
+    manager = type("Manager", (LongWindowManager,), {"window": window})
+    honest = type("Honest", (make_suite(manager),), {"keeps_all": False})
+    assert run_suite(honest, only=f"{SKIPPED} or {BOUND}").failed == {}
+    told = run_suite(make_suite(manager), only=SKIPPED).failed[SKIPPED]
+    assert "set keeps_all = False in the conformance class" in told
+    assert "hardpoint.conformance.v1: kv_cache_spec.NAME" in told
+
+
+def test_a_long_window_is_held_to_what_it_says() -> None:
+    """R3.12, R1.35."""
+    assert run_suite(windowed(LongWindowManager), only=f"{SKIPPED} or {BOUND}").failed == {}
+    assert SKIPPED in run_suite(windowed(ReleasesTooMuch), only=SKIPPED).failed
+    assert BOUND in run_suite(windowed(TableManager), only=BOUND).failed, "a window is stated, nothing is given up"
+    for keeps_all in (True, False):
+        in_secret = type("InSecret", (make_suite(ReleasesInSecret),), {"keeps_all": keeps_all})
+        assert SKIPPED in run_suite(in_secret, only=SKIPPED).failed
 
 
 def test_specs_with_fields_of_their_own_bring_samples() -> None:

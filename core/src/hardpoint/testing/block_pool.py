@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.errors import OutOfBlocksError
@@ -22,7 +23,7 @@ class CheckedBlockPool:
         self.freed: list[int] = []
         self.evicted: list[int] = []
         # In the order in which they will be handed out.
-        self._free = dict.fromkeys(range(1, num_blocks))
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._keys: dict[int, BlockHashWithGroup] = {}
 
     @property
@@ -56,7 +57,8 @@ class CheckedBlockPool:
             self.freed.append(block)
             if self.references[block] == 0:
                 # One without a key is worth nothing to anybody, so it goes first.
-                self._free = {**self._free, block: None} if block in self._keys else {block: None, **self._free}
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._keys)
 
     def remember(self, block: int, key: BlockHashWithGroup) -> None:
         for known in self._known([block]):
