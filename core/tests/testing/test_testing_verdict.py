@@ -65,6 +65,12 @@ def test_a_broken_rule_is_told_with_what_it_asks_for(site: Path, capsys: pytest.
     assert "verdict: 0 of 1 plugins keep the rules of their kinds" in told
 
 
+def test_an_assertion_without_words_is_quoted(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site, "return parent and 'text'")
+    _, told = judge(capsys, "--only", "equal_bytes")
+    assert "AssertionError: assert type(first) is bytes" in told
+
+
 def test_a_sound_plugin_passes(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site)
     status, told = judge(capsys, "-v")

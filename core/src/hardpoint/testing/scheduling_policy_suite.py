@@ -112,15 +112,15 @@ class SchedulingPolicySuite(PluginSuite):
         queue = filled(policy.create_queue(), mixed(40))
         while len(queue):
             first, size = queue.peek(), len(queue)
-            assert queue.peek() is first
-            assert len(queue) == size
+            assert queue.peek() is first, "peeking twice gave two requests"
+            assert len(queue) == size, f"peeking changed the length from {size} to {len(queue)}"
             assert queue.pop() is first, "pop gave another request than peek"
 
     def test_an_empty_queue_says_so(self, policy: SchedulingPolicy) -> None:
         queue = policy.create_queue()
         for _ in range(2):
-            assert len(queue) == 0
-            assert list(queue) == []
+            assert len(queue) == 0, f"an empty queue counts {len(queue)} requests"
+            assert list(queue) == [], "iterating an empty queue gives requests"
             for take in (queue.peek, queue.pop):
                 with pytest.raises(IndexError):
                     take()
@@ -143,16 +143,18 @@ class SchedulingPolicySuite(PluginSuite):
         requests = mixed(60)
         queue = filled(policy.create_queue(), requests)
         for request in requests[::2]:
-            assert queue.discard(request.request_id)
+            assert queue.discard(request.request_id), "a waiting request was not found"
             assert not queue.discard(request.request_id), "it was found again"
             policy.on_finished(request)
-        assert not queue.discard("nobody")
-        assert {r.request_id for r in queue} == {r.request_id for r in requests[1::2]}
+        assert not queue.discard("nobody"), "an id that never was in the queue was found"
+        left = {r.request_id for r in queue}
+        assert left == {r.request_id for r in requests[1::2]}, "others than the discarded ones are missing"
         again = make_waiting(requests[0].request_id, priority=5, arrival=99.0, tenant="another")
         queue.append(again)
         popped = drained(queue)
-        assert len(popped) == 31
-        assert sum(request is again for request in popped) == 1
+        assert len(popped) == 31, f"{len(popped)} requests came out, not 31"
+        times = sum(request is again for request in popped)
+        assert times == 1, f"the new request of a discarded one's id came out {times} times"
         assert not any(request is requests[0] for request in popped), "a discarded request came out"
 
     def test_equal_calls_give_an_equal_order(self, policy: SchedulingPolicy) -> None:
@@ -166,15 +168,15 @@ class SchedulingPolicySuite(PluginSuite):
                 made.on_scheduled(request, request.num_tokens)
                 order.append(request.request_id)
             orders.append(order)
-        assert orders[0] == orders[1]
+        assert orders[0] == orders[1], "two policies that were told the same gave two orders"
 
     def test_the_choice_between_two_queues_is_free_of_effects(self, policy: SchedulingPolicy) -> None:
         """R3.5."""
         held, waiting = (filled(policy.create_queue(), requests) for requests in (mixed(20), mixed(40, 1)[20:]))
         while len(held) and len(waiting):
             answer = policy.precedes(held.peek(), waiting.peek())
-            assert isinstance(answer, bool)
-            assert policy.precedes(held.peek(), waiting.peek()) is answer
+            assert isinstance(answer, bool), f"precedes gave {answer!r}, which is no bool"
+            assert policy.precedes(held.peek(), waiting.peek()) is answer, "asking twice gave two answers"
             (held if answer else waiting).pop()
 
     def test_the_victim_is_one_of_those_running(self, policy: SchedulingPolicy) -> None:
@@ -199,7 +201,7 @@ class SchedulingPolicySuite(PluginSuite):
         gc.collect()
         assert sum(reference() is not None for reference in gone) == 0, "the policy keeps requests that ended"
         queue.append(make_waiting("next"))
-        assert queue.pop().request_id == "next"
+        assert queue.pop().request_id == "next", "a request that ended came out"
 
     def _pass_through(self, policy: SchedulingPolicy, queue: RequestQueue, way: str) -> list[WaitingRequest]:
         requests = mixed(50)
@@ -223,7 +225,7 @@ class SchedulingPolicySuite(PluginSuite):
                 request = make_waiting(f"r{count}", prompt=1, tenant=f"tenant {count}")
                 queue.append(request)
                 if count % 3:
-                    assert queue.pop() is request
+                    assert queue.pop() is request, "another request came out of a queue of one"
                 else:
                     queue.discard(request.request_id)
                 policy.on_scheduled(request, 1 + count % 7)
@@ -287,21 +289,23 @@ class _Life:
 
     def check(self) -> None:
         for name, queue in self.queues.items():
-            assert len(queue) == len(self.members[name])
-            inside = list(queue)
-            assert {r.request_id for r in inside} == set(self.members[name])
-            assert len(inside) == len(self.members[name])
+            expected = self.members[name]
+            assert len(queue) == len(expected), f"the {name} queue counts {len(queue)} requests, not {len(expected)}"
+            inside = [request.request_id for request in queue]
+            lost, extra = sorted({*expected} - {*inside}), sorted({*inside} - {*expected})
+            assert not lost + extra, f"iterating the {name} queue leaves out {lost} and adds {extra}"
+            assert len(inside) == len(expected), f"iterating the {name} queue gives {len(inside) - len(expected)} twice"
             if inside:
-                assert queue.peek() is self.members[name][queue.peek().request_id]
+                first = queue.peek()
+                assert first is expected.get(first.request_id), f"{first.request_id} is peeked at, but not in the queue"
 
     def end_all(self) -> None:
         for request in self.running:
             self.policy.on_finished(request)
         for name, queue in self.queues.items():
             for request in [*self.members[name].values()]:
-                assert queue.discard(request.request_id)
-                self.policy.on_finished(request)
-            assert len(queue) == 0
+                self._discard(name, request)
+            assert len(queue) == 0, f"{len(queue)} requests are left in the {name} queue after all were discarded"
 
     def _enter(self, name: str, request: RequestView, way: str) -> None:
         getattr(self.queues[name], way)(request)
@@ -317,7 +321,8 @@ class _Life:
         else:
             return None
         taken = self.queues[name].pop()
-        assert self.members[name].pop(taken.request_id, None) is taken, "a request came out that was not in the queue"
+        is_member = self.members[name].pop(taken.request_id, None) is taken
+        assert is_member, f"{taken.request_id} came out of the {name} queue, in which it was not"
         return taken
 
     def _admit(self) -> None:
@@ -349,5 +354,9 @@ class _Life:
         for name, members in self.members.items():
             if members:
                 request = members.pop(str(self.rng.choice(sorted(members))))
-                assert self.queues[name].discard(request.request_id)
-                self.policy.on_finished(request)
+                self._discard(name, request)
+
+    def _discard(self, name: str, request: RequestView) -> None:
+        found = self.queues[name].discard(request.request_id)
+        assert found, f"{request.request_id} waits in the {name} queue, but discarding it there says it does not"
+        self.policy.on_finished(request)

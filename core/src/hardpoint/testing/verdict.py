@@ -166,8 +166,11 @@ def _rule(suite: type[PluginSuite], name: str) -> str:
 
 
 def _tail(text: str) -> str:
-    """The end of pytest's explanation, without its marks."""
+    """The end of pytest's explanation, without its marks. An assertion without words is quoted."""
     marked = [line[1:] for line in text.splitlines() if line.startswith("E ")]
+    quoted = [line[1:] for line in text.splitlines() if line.startswith(">")]
+    if quoted and [line.strip() for line in marked] == ["AssertionError"]:
+        return f"AssertionError: {quoted[-1].strip()}"
     return textwrap.dedent("\n".join((marked or text.splitlines())[-_TAIL_LINES:]))
 
 
