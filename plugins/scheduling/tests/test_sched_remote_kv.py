@@ -10,14 +10,27 @@ import numpy as np
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import ExternalMatch, FinishReason, LoadResult, PauseMode, RequestView, SchedulerExtension
+from hardpoint.interfaces import (
+    ExternalMatch,
+    FinishReason,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    LoadResult,
+    MambaCacheMode,
+    PauseMode,
+    RequestView,
+    SchedulerExtension,
+    spec_to_wire,
+)
 from hardpoint.testing import FakeWorker
 from hardpoint_scheduling.kv_cache.coordinator import PrefixHit
 from hardpoint_scheduling.schedulers.external import Start, merge
 from hardpoint_scheduling.schedulers.factories import create_fcfs, create_priority
 from hardpoint_scheduling.schedulers.remote_kv import blocks_for_prefills
 from hardpoint_scheduling.schedulers.request import RequestStatus
-from sched_support import BLOCK, Loop, expected, make_loop, request
+from kv_support import chunked, state, window
+from sched_support import BLOCK, Loop, expected, make_loop, request, spec
 
 PROMPT = list(range(3, 13))
 
@@ -205,6 +218,83 @@ def test_what_did_not_arrive_is_computed(arrived: int) -> None:
     assert loop.tokens("far") == expected([*range(3, 20)], 5)
     assert loop.ends("far")[0].num_cached_tokens == 4, "the statistics count the local hit"
     assert loop.scheduler.stats().num_free_blocks == 63
+
+
+OTHERS = {"window": window(4), "chunks": chunked(8), **{f"state {mode}": state(mode) for mode in MambaCacheMode}}
+
+
+def hybrid_loop_with(store: Store, other: KVCacheSpec) -> Loop:
+    groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate((spec(), other)))
+    return loop_with(store, kv_cache=KVCacheConfig(num_blocks=64, groups=groups, tensors=()), max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("arrived", [0, 4, 11])
+def test_tables_with_gaps_are_of_no_use_to_a_load_that_came_in_part(kind: str, arrived: int) -> None:
+    """R3.65, R3.70, R3.12: what is left out before the end of a load is read by tokens before it, so the request
+    starts over from its cached prefix, once, whatever the store has."""
+    store = Store(num_tokens=0)
+    loop = hybrid_loop_with(store, OTHERS[kind])
+    loop.scheduler.add(request("first", PROMPT[:5], max_tokens=1))
+    loop.run()
+    store.num_tokens = 1_000
+    prompt = [*range(3, 20)]
+    loop.scheduler.add(request("far", prompt))
+    loop.step()
+    asked = list(store.asked)
+    local = asked[-1][1]
+    assert local == (0 if kind == "state none" else 4)
+    cached = loop.scheduler.stats().num_cached_blocks
+    store.finish("far", arrived)
+    loop.scheduler._remote.take_arrivals()
+    loop.scheduler.check_integrity()
+    assert loop.scheduler.stats().num_free_blocks == 63
+    assert loop.scheduler.stats().num_cached_blocks == cached, "a part is not entered"
+    step = loop.step()
+    assert step.num_computed_tokens.tolist() == [local]
+    table = step.new_rows[0].block_ids[1].tolist()
+    if kind == "state align":
+        # It reads the state at its start and leaves one at its end.
+        assert table[0]
+        assert table[-1]
+    else:
+        assert all(table)
+    loop.run()
+    assert store.asked == asked
+    assert loop.tokens("far") == expected(prompt, 5)
+    assert loop.scheduler.stats().num_free_blocks == 63
+    assert not loop.scheduler._state.loads.incomplete
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_whole_load_goes_on_from_its_end_in_every_group(kind: str) -> None:
+    """R3.65, R3.70."""
+    store = Store(num_tokens=12)
+    loop = hybrid_loop_with(store, OTHERS[kind])
+    loop.scheduler.add(request("far", range(3, 20)))
+    loop.step()
+    store.finish("far")
+    assert loop.step().num_computed_tokens.tolist() == [12]
+    loop.run()
+    assert loop.tokens("far") == expected([*range(3, 20)], 5)
+
+
+@pytest.mark.parametrize("error", [None, "the store is gone"])
+def test_a_load_in_part_may_be_the_end_of_its_request(error: str | None) -> None:
+    """R3.65, P3.4: nothing of it stays behind, and its name is free."""
+    store = Store()
+    loop = hybrid_loop_with(store, window(4))
+    loop.scheduler.add(request("far", PROMPT))
+    loop.step()
+    store.finish("far", 2, error=error)
+    loop.scheduler._remote.take_arrivals()
+    loop.scheduler.finish(["far"], FinishReason.ABORT)
+    loop.scheduler.check_integrity()
+    assert loop.scheduler.stats().num_free_blocks == 63
+    assert not loop.scheduler._state.loads.incomplete
+    assert loop.scheduler.add(request("far", PROMPT)) is None
+    loop.step()
+    assert status(loop, "far") is RequestStatus.WAITING_FOR_REMOTE_KV, "a new request is loaded anew"
 
 
 def test_a_failed_load_can_end_its_request_by_the_extensions_policy() -> None:

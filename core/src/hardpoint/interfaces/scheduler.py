@@ -98,7 +98,8 @@ class ExternalMatch:
 class LoadResult:
     """The end of an asynchronous load: the first ``num_tokens`` of those to load are there (None: all of them).
 
-    The rest is computed, unless ``error`` is set, a client-safe text with which the request then ends.
+    The rest is computed, unless ``error`` is set, a client-safe text with which the request then ends. Where layers do
+    not keep every token (windows, chunks, states) a part is of no use: all behind the local prefix is computed.
     """
 
     request_id: str

@@ -86,6 +86,11 @@ class KVCoordinator:
         return min((group.max_encoder_tokens for group in self._groups if group.counts_encoder), default=None)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether tables made to go on from some token serve one that goes on from an earlier token as well."""
+        return all(group.manager.keeps_all for group in self._groups)
+
+    @property
     def tells_guesses_apart(self) -> bool:
         """Whether ``num_sure`` makes a difference: states after guesses have positions of their own."""
         return any(not group.manager.counts_guesses for group in self._groups)

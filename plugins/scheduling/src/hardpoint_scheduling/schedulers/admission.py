@@ -255,6 +255,7 @@ class Admission:
         state = self._state
         num_computed, end = start.num_computed, start.num_computed + num_new
         state.loads.arrived.pop(request.request_id, None)
+        state.loads.incomplete.discard(request.request_id)
         state.returning.discard(request.request_id)
         request.move_to(RequestStatus.RUNNING)
         allocated = (

@@ -46,7 +46,8 @@ def merge(hit: PrefixHit, num_external: int, asynchronous: bool) -> Start:
 def find_start(state: SchedulerState, request: LiveRequest) -> Start | None:
     """None while an extension cannot tell. At least one token is left to compute (R3.91).
 
-    Nothing is looked up for a request that has computed tokens, as after a load (R3.63).
+    Nothing is looked up for a request that has computed tokens, as after a load (R3.63). One whose load brought too
+    little to go on from is computed from its cached prefix on, since the same load might do so again.
     """
     kv = state.kv
     arrival = state.loads.arrived.get(request.request_id)
@@ -57,7 +58,7 @@ def find_start(state: SchedulerState, request: LiveRequest) -> Start | None:
     if not request.reads_prefix_cache:
         return Start(kv.no_hit(), 0)
     hit = kv.find_prefix(request.block_hashes, request.num_tokens)
-    if not state.extensions.external:
+    if not state.extensions.external or request.request_id in state.loads.incomplete:
         return Start(hit, 0, num_local=hit.num_tokens)
     aligned = hit.num_tokens - hit.num_tail_tokens
     match = state.extensions.match_external(request, aligned)

@@ -35,11 +35,14 @@ class Loads:
     under_way: transfers of live requests. They are in no queue, since only the transfer's end moves them on.
     arrived: requests back in a queue with their blocks.
     orphaned: requests that ended during their transfer, which still writes their blocks.
+    incomplete: requests back in a queue without blocks, since too little arrived to go on from; until they are admitted
+        nothing is loaded for them again.
     """
 
     under_way: dict[str, Load] = field(default_factory=dict)
     arrived: dict[str, Arrival] = field(default_factory=dict)
     orphaned: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)
 
     def requests(self) -> Iterator[LiveRequest]:
         """Those in no queue."""
@@ -51,6 +54,7 @@ class Loads:
 
     def drop(self, request_id: str, kv: KVCoordinator) -> None:
         """The request ended. Its blocks are free at once, unless a transfer still writes them."""
+        self.incomplete.discard(request_id)
         if self.arrived.pop(request_id, None) is not None:
             kv.free(request_id)
         elif self.under_way.pop(request_id, None) is not None:

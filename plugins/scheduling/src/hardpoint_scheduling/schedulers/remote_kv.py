@@ -47,14 +47,20 @@ class RemoteKV:
                 f"request {request_id}: {num_loaded} tokens are said to be loaded, {load.num_external} were to be"
             )
         del state.loads.under_way[request_id]
-        arrival = Arrival(load.num_local + num_loaded, load.num_local, load.num_local + load.num_external)
-        state.loads.arrived[request_id] = arrival
         request = load.request
         if result.error is not None:
+            state.kv.free(request_id)
             ended = self._lifecycle.finish_from_outside([request_id], FinishReason.ERROR, result.error)
             state.ended.extend(ended)
             return None
         request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        if num_loaded < load.num_external and not state.kv.keeps_all:
+            # Its tables are made to go on from the end of the load, and have no blocks for what an earlier token reads.
+            state.kv.free(request_id)
+            state.loads.incomplete.add(request_id)
+            return request
+        arrival = Arrival(load.num_local + num_loaded, load.num_local, load.num_local + load.num_external)
+        state.loads.arrived[request_id] = arrival
         if state.kv.prefix_caching:
             # Not before: blocks of a load that fails must never be found.
             state.kv.enter_full_blocks(request_id, request.block_hashes, arrival.num_computed)
