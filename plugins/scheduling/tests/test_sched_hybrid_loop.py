@@ -122,6 +122,59 @@ def test_encoder_outputs_have_blocks_of_their_own() -> None:
     assert loop.scheduler.stats().num_free_blocks == 39
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("depth", "checkpoints"), [(1, 0), (2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("size", "budget"), [(1, 2), (4, 7)])
+def test_steps_in_flight_never_outgrow_a_pool_for_one_sequence(
+    size: int, budget: int, depth: int, checkpoints: int, caching: bool
+) -> None:
+    """R1.33, R1.35, R3.50: a request that outgrows the pool only because of its own steps in flight waits for them."""
+    specs = (full(), state(MambaCacheMode.ALIGN, size, checkpoints=checkpoints))
+    num_blocks = 1 + sum(spec.max_blocks(12, budget * depth) for spec in specs)
+    groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate(specs))
+    shape: dict[str, Any] = {"max_inflight_steps": depth, "max_num_batched_tokens": budget, "max_model_len": 12}
+    scheduler = make_scheduler(
+        kv_cache=KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=()), prefix_caching=caching, **shape
+    )
+    loop = SchedulerLoop(scheduler, limits(**shape), num_blocks, depth, FakeWorker(block_size=BLOCK))
+    loop.add(request("alone", range(3, 10), max_tokens=5))
+    finish_within(loop, 60)
+    assert loop.tokens["alone"] == expected(range(3, 10), 5)
+    assert scheduler.stats().num_preemptions == 0
+    for i in range(2):
+        loop.add(request(f"r{i}", range(30 + 20 * i, 37 + 20 * i), max_tokens=5))
+    finish_within(loop, 150)
+    assert [loop.tokens[f"r{i}"] for i in range(2)] == [expected(range(30 + 20 * i, 37 + 20 * i), 5) for i in range(2)]
+    assert scheduler.stats().num_free_blocks == num_blocks - 1
+
+
+def finish_within(loop: SchedulerLoop, most: int) -> None:
+    for _ in range(most):
+        if not loop.pipeline.has_work():
+            return
+        loop.advance()
+    raise AssertionError(f"not done after {most} steps")
+
+
+def test_a_request_that_waits_for_its_own_steps_keeps_its_blocks_to_itself() -> None:
+    """R3.50, R3.77: nobody is admitted to the blocks it is about to give up and take."""
+    config = KVCacheConfig(
+        num_blocks=4, groups=(KVCacheGroup(("layers.0",), spec_to_wire(state(MambaCacheMode.ALIGN, 1))),), tensors=()
+    )
+    scheduler = make_scheduler(kv_cache=config, max_inflight_steps=3, max_num_batched_tokens=1, prefix_caching=False)
+    scheduler.add(request("a", range(3, 10)))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert [step.num_tokens for step in steps] == [1, 1, 1]
+    scheduler.add(request("b", [4]))
+    waits = scheduler.schedule()
+    assert waits.is_empty
+    assert not len(waits.preempted_slots)
+    for step in steps[:2]:
+        scheduler.update(step, answer(step))
+    assert scheduler.schedule().num_computed_tokens.tolist() == [3]
+    scheduler.check_integrity()
+
+
 class Speculator(SchedulerExtension):
     """Says that the worker has three guesses after each sample."""
 
@@ -207,11 +260,11 @@ def test_any_groups_any_budget_any_depth(
     specs = (full(), *others)
     depths: dict[str, Any] = {"max_inflight_steps": depth, "max_num_batched_tokens": budget, "max_model_len": 48}
     depths["full_sequence_must_fit"] = whole
-    in_flight = min((depth + 1) * budget, 48)
+    extensions = (Speculator(),) if right and on_worker else ()
+    in_flight = min((depth + len(extensions)) * budget, 48)
     num_blocks = 1 + extra + sum(spec.max_blocks(48, in_flight) for spec in specs)
     groups = tuple(KVCacheGroup((f"layers.{i}",), spec_to_wire(one)) for i, one in enumerate(specs))
     config = KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=())
-    extensions = (Speculator(),) if right and on_worker else ()
     scheduler = make_scheduler(kv_cache=config, extensions=extensions, **depths)
     drafter = ScriptedDrafter(3, right) if right else None
     worker = FakeWorker(block_size=BLOCK, drafter=drafter, keeps_drafts=on_worker and drafter is not None)

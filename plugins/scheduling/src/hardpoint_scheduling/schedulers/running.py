@@ -51,12 +51,14 @@ class RunningLoop:
         self._lifecycle = lifecycle
 
     def run(self, plan: StepPlan) -> bool:
-        """Fill ``plan`` with running rows. Returns whether anybody was preempted."""
+        """Fill ``plan`` with running rows. Returns whether blocks were so short that somebody was preempted, or waits
+        for its own: nobody is to be admitted then.
+        """
         state = self._state
         if not state.running.requests or plan.budget <= 0:
             return False
         work = self._begin(plan)
-        preempted = False
+        lacking = False
         start = 0
         while start < len(work.requests):
             self._distribute(work, start, plan)
@@ -71,9 +73,12 @@ class RunningLoop:
                 work.counts[short:] = 0
                 break
             position = state.running.requests.index(victim)
+            lacking = True
+            if position == short and self._will_release(victim):
+                work.counts[short:] = 0
+                break
             self._lifecycle.preempt(victim)
             work.remove(position)
-            preempted = True
             if position == short:
                 # R3.50: nobody is left to make room.
                 work.counts[short:] = 0
@@ -84,7 +89,7 @@ class RunningLoop:
         if state.encoder is not None:
             state.encoder.settle_rows(plan.rows, plan.computed + plan.counts)
         self._enter_full_blocks(plan)
-        return preempted
+        return lacking
 
     def _begin(self, plan: StepPlan) -> _Pass:
         """What every request would like to compute: known tokens, outputs under way and drafts (R3.44)."""
@@ -163,6 +168,14 @@ class RunningLoop:
         if state.policy.picks_last:
             return running[-1]
         return cast("LiveRequest", state.policy.victim(running))
+
+    def _will_release(self, request: LiveRequest) -> bool:
+        """Whether the request may give up blocks once its own steps in flight are through (R3.77).
+
+        Its bound holds with one step in flight (R1.33, R1.35): a request alone in the smallest pool that more of them
+        outgrow waits for them. If it was preempted instead (R3.50), it would do the same again and never get further.
+        """
+        return self._state.kv.releases and int(self._state.table.in_flight[request.slot]) > 0
 
     def _grow(self, work: _Pass, start: int) -> int | None:
         """Allocate for rows that outgrow their blocks. Returns the position that got none, None when all fit."""

@@ -80,11 +80,11 @@ class BatchScheduler(Scheduler):
         self._remote.take_arrivals()
         state.kv.begin_step()
         plan = self._start_plan()
-        preempted = self._running.run(plan)
+        lacking = self._running.run(plan)
         if state.charges:
             for request, num_tokens in zip(plan.rows, plan.counts.tolist(), strict=True):
                 state.policy.on_scheduled(request, num_tokens)
-        if not preempted:
+        if not lacking:
             self._admission.run(plan)
         step = plan.build(
             state.table,
