@@ -93,6 +93,20 @@ def test_blank_lines_are_passed_over_and_count(path: Path) -> None:
         read(path, good, b"", {"arrival_s": 0})
 
 
+def test_a_byte_order_mark_is_passed_over_at_the_start_alone(path: Path) -> None:
+    good = b'{"arrival_s": 0, "input_length": 1, "output_length": 1}'
+    assert len(read(path, b"\xef\xbb\xbf" + good, good)) == 2
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:2: JSON is malformed"):
+        read(path, good, b"\xef\xbb\xbf" + good)
+
+
+@pytest.mark.parametrize(("last", "speed"), [(1e308, 1.0), (1e300, 1e-6), (2e9, 1e-6)])
+def test_arrivals_beyond_all_time_are_named(path: Path, last: float, speed: float) -> None:
+    lines = [{"arrival_s": at, "input_length": 1, "output_length": 1} for at in (0, last)]
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:2: it arrives .* s after the first line.*--speed"):
+        read(path, *lines, speed=speed)
+
+
 def test_keys_that_nobody_reads_are_remembered(path: Path) -> None:
     trace = TraceFile(write(path, {"arrival_s": 0, "input_length": 1, "output_length": 1, "turn": 2, "priorty": 1}))
     assert len(list(trace())) == 1
@@ -234,7 +248,7 @@ def test_a_seed_decides_everything() -> None:
         ("rate", float("nan"), "--rate nan"),
         ("prompt_len", 0, "--prompt-len 0"),
         ("output_len", -1, "--output-len -1"),
-        ("length_spread", 4.0, "--length-spread 4.0 must be from 0"),
+        ("length_spread", 4.0, "--length-spread 4.0 must be at least 0 and at most 3"),
         ("shared_prefix", 10, "--shared-prefix 10 must be less than --prompt-len 10"),
         ("prefixes", 0, "--prefixes 0"),
         ("tenants", 0, "--tenants 0"),

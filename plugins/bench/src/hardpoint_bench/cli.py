@@ -13,6 +13,7 @@ from hardpoint import LLM
 from hardpoint.config import add_arguments, load_config
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
+from hardpoint_bench.bounds import check_option
 from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
@@ -40,8 +41,8 @@ class BenchCommand(CliCommand):
         add_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        if arguments.repeats is not None and arguments.repeats < 1:
-            raise ConfigError(f"--repeats {arguments.repeats} must be at least 1")
+        if arguments.repeats is not None:
+            check_option("repeats", arguments.repeats)
         if arguments.model == SCHEDULER:
             if arguments.workload:
                 raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.errors import ConfigError
+from hardpoint_bench.bounds import check_option
 
 __all__ = ["BOTH", "REPLAY", "STEADY", "Flag", "Values", "add_flags", "flags_given"]
 
@@ -123,6 +124,12 @@ class Values:
         """Those of a command line."""
         given = {name: getattr(arguments, flag.dest) for name, flag in _FLAGS.items()}
         return cls({name: value for name, value in given.items() if value is not None})
+
+    def check(self) -> None:
+        """Raises ``ConfigError`` for a number outside its bounds."""
+        for name, value in self.given.items():
+            if _FLAGS[name].kind in (int, float):
+                check_option(name, value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raises ``ConfigError`` when any flag of ``names`` was given: nothing is dropped in silence."""

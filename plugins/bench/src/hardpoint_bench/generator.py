@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import numpy as np
 
 from hardpoint.errors import ConfigError
+from hardpoint_bench.bounds import MAX_LENGTH, check_option
 from hardpoint_bench.requests import own_tokens, prefix_tokens
 from hardpoint_bench.trace import TraceRequest, line_of
 
 __all__ = ["Mix"]
 
-_MAX_SPREAD = 3.0
 _MAX_FACTOR = 64
 """No length is more than this many times the mean."""
+_LAST_TENANT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,10 @@ class Mix:
 
     def check(self) -> None:
         """Raises ``ConfigError`` for numbers that make no trace."""
-        for name in ("requests", "prompt_len", "output_len", "prefixes", "tenants", "priorities"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if not (self.rate > 0 and math.isfinite(self.rate)):
-            raise ConfigError(f"--rate {self.rate} must be a number of requests per second above 0")
-        if not 0 <= self.length_spread <= _MAX_SPREAD:
-            raise ConfigError(f"--length-spread {self.length_spread} must be from 0 (all alike) to {_MAX_SPREAD:g}")
-        if not 0 <= self.shared_prefix < self.prompt_len:
+        for field in fields(self):
+            name = "trace-seed" if field.name == "seed" else field.name.replace("_", "-")
+            check_option(name, getattr(self, field.name))
+        if self.shared_prefix >= self.prompt_len:
             raise ConfigError(f"--shared-prefix {self.shared_prefix} must be less than --prompt-len {self.prompt_len}")
 
     def __call__(self) -> Iterator[TraceRequest]:
@@ -78,15 +76,16 @@ class Mix:
     def _draws(self) -> Iterator[tuple[int, float, int, int, int, tuple[int, int, str]]]:
         source = random.Random(self.seed)
         arrival = 0.0
-        weights = [0.5**index for index in range(self.tenants)]
-        names = [f"tenant-{index}" for index in range(self.tenants)]
+        # Summed once, and not at every draw; further tenants are so small that they add nothing to the sum.
+        tenants = range(min(self.tenants, _LAST_TENANT))
+        weights = list(accumulate(0.5**index for index in tenants))
         for number in range(self.requests):
             shared = self.shared_prefix
             length = max(self._length(source, self.prompt_len), shared + 1)
             output = self._length(source, self.output_len)
             prefix = source.randrange(self.prefixes)
             priority = source.randrange(self.priorities)
-            tenant = source.choices(names, weights)[0] if self.tenants > 1 else ""
+            tenant = f"tenant-{source.choices(tenants, cum_weights=weights)[0]}" if self.tenants > 1 else ""
             yield number, round(arrival, 6), shared, length, output, (prefix, priority, tenant)
             arrival += source.expovariate(self.rate)
 
@@ -96,4 +95,4 @@ class Mix:
         # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
         mu = math.log(mean) - self.length_spread**2 / 2
         drawn = source.lognormvariate(mu, self.length_spread)
-        return max(1, min(round(drawn), mean * _MAX_FACTOR))
+        return max(1, min(round(drawn), mean * _MAX_FACTOR, MAX_LENGTH))

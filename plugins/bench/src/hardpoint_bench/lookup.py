@@ -10,6 +10,7 @@ import numpy as np
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import Int32Array
+from hardpoint_bench.bounds import check_option
 from hardpoint_bench.clocked_loop import ClockedLoop
 from hardpoint_bench.faults import blaming, require
 from hardpoint_bench.requests import make_request, own_tokens
@@ -38,8 +39,7 @@ class Lookup:
 
 def lookup_sizes(num_tokens: int, block_size: int) -> Sizes:
     """Room for the prompt, but not beside another request of two blocks. Raises ``ConfigError`` for too few tokens."""
-    if num_tokens < 2:
-        raise ConfigError(f"--lookup {num_tokens} must be at least 2: the last token of a prompt is always computed")
+    check_option("lookup", num_tokens)
     if block_size < 2:
         raise ConfigError(f"--lookup needs a --block-size of 2 or more, not {block_size}")
     return Sizes(2, _BATCHED, max(num_tokens, block_size) + 8, -(-num_tokens // block_size) + 2)

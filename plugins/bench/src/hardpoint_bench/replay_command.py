@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import sys
 from pathlib import Path
@@ -39,17 +38,24 @@ def write_trace(values: Values) -> int:
     """``--generate-trace``: how many lines were written. Raises ``ConfigError`` for a file that cannot be."""
     mix = _mix(values)
     path = values["generate-trace"]
+    # A disk may be full at any write, and closing writes what is left.
+    try:
+        _write(mix, path)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"--generate-trace {path!r} cannot be written: {error.strerror}") from None
+    return mix.requests
+
+
+def _write(mix: Mix, path: str) -> None:
     with contextlib.ExitStack() as stack:
         target: BinaryIO = sys.stdout.buffer
         if path != _STANDARD_OUT:
-            try:
-                target = stack.enter_context(Path(path).open("wb"))
-            except OSError as error:
-                raise ConfigError(f"--generate-trace {path!r} cannot be written: {error.strerror}") from None
+            target = stack.enter_context(Path(path).open("wb"))
         for line in mix.lines():
             target.write(line)
         target.flush()
-    return mix.requests
 
 
 def replay(config: AppConfig, values: Values) -> dict[str, Any]:
@@ -108,10 +114,6 @@ def _trace(values: Values) -> Trace:
         return _mix(values)
     values.refuse((*_MADE_UP, "requests", "prompt-len", "shared-prefix"), "the --trace says it already")
     speed, block = values["speed"], values["hash-block"]
-    if not (math.isfinite(speed) and speed > 0):
-        raise ConfigError(f"--speed {speed} must be a number above 0; 2 doubles the load")
-    if block < 1:
-        raise ConfigError(f"--hash-block {block} must be at least 1 token")
     unit = {"ms": 1e-3, "s": 1.0}[values["timestamp-unit"]]
     return TraceFile(values["trace"], hash_block=block, unit_s=unit, speed=speed)
 
@@ -145,8 +147,6 @@ def _rig(config: AppConfig, values: Values) -> Rig:
 def _running(engine: EngineConfig, values: Values) -> int:
     running: int = values["running"]
     setting = engine.scheduler.max_num_seqs
-    if running < 1:
-        raise ConfigError(f"--running {running} must be at least 1")
     if setting is None or not values.is_given("running") or setting == running:
         return setting or running
     raise ConfigError(f"--running {running} and --max-num-seqs {setting} say different things; give one of them")

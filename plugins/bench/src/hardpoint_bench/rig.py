@@ -19,6 +19,7 @@ from hardpoint.interfaces import (
     spec_to_wire,
 )
 from hardpoint.testing.installed_scheduler import InstalledScheduler
+from hardpoint_bench.bounds import check_option
 from hardpoint_bench.scripted_worker import ScriptedWorker
 
 __all__ = ["Rig", "SchedulerSource", "Sizes", "block_size_of", "with_blocks", "with_scheduler"]
@@ -121,8 +122,7 @@ def with_blocks(config: AppConfig, blocks: int | None) -> AppConfig:
         return config
     if setting is not None and setting != blocks:
         raise ConfigError(f"--blocks {blocks} and --num-kv-blocks {setting} say different things; give one of them")
-    if blocks < 2:
-        raise ConfigError(f"--blocks {blocks} must be at least 2: one of them is the null block")
+    check_option("blocks", blocks)
     cache = engine.cache.model_copy(update={"num_kv_blocks": blocks})
     return config.model_copy(update={"engines": {name: engine.model_copy(update={"cache": cache})}})
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hardpoint.config import AppConfig, load_config
+from hardpoint_bench.bounds import check_settings, memory_told
 from hardpoint_bench.flags import BOTH, REPLAY, STEADY, Values
 from hardpoint_bench.hash_seed import own_hash_seed
 from hardpoint_bench.replay_command import is_replay, replay, write_trace
@@ -28,13 +29,16 @@ _NAMELESS = "(none)"
 def run_scheduler(arguments: argparse.Namespace) -> int:
     """Raises ``ConfigError`` for what makes no run, ``SchedulerFault`` for a scheduler that breaks the rules."""
     values = Values.of(arguments)
+    values.check()
     if values.is_given("generate-trace"):
         others = [flag.name for flag in (*BOTH, *STEADY) if flag.name not in ("prompt-len", "shared-prefix")]
         values.refuse([*others, "trace", "compare", "plot"], "--generate-trace only writes; replay with --trace FILE")
         print(f"{write_trace(values)} requests written", file=sys.stderr)
         return 0
     config = with_blocks(load_config(arguments, os.environ), values["blocks"])
-    with own_hash_seed():
+    for engine in config.engines.values():
+        check_settings(engine)
+    with own_hash_seed(), memory_told():
         report = _report(arguments, config, values)
     if arguments.json:
         print(json.dumps(report))

@@ -12,6 +12,7 @@ import numpy as np
 
 from hardpoint.errors import ConfigError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces import EngineOutput, FinishReason, RunnerOutput, SchedulerOutput
+from hardpoint_bench.bounds import check_option
 from hardpoint_bench.faults import SchedulerFault, blaming, in_words, require
 from hardpoint_bench.outcome import Outcome
 from hardpoint_bench.requests import make_request
@@ -45,14 +46,17 @@ class StepCost:
         if text == MEASURED:
             return cls(measured=True)
         try:
-            numbers = [float(part) / 1e6 for part in text.split(",")]
+            numbers = [float(part) for part in text.split(",")]
         except ValueError:
             numbers = []
         usable = len(numbers) == 3 and all(math.isfinite(number) and number >= 0 for number in numbers)
         if not usable or not any(numbers):
             form = "BASE,PREFILL,DECODE in microseconds, none below 0 and one above, or 'measured'"
             raise ConfigError(f"--step-cost {text!r} must be {form}, such as 5000,30,100")
-        return cls(base_s=numbers[0], prefill_token_s=numbers[1], decode_row_s=numbers[2])
+        for number in filter(None, numbers):
+            check_option("step-cost", number)
+        base, prefill, decode = (number / 1e6 for number in numbers)
+        return cls(base_s=base, prefill_token_s=prefill, decode_row_s=decode)
 
     def of(self, step: SchedulerOutput, scheduler_s: float) -> float:
         """``scheduler_s``: what the scheduler took for this step."""

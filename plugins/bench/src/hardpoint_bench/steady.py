@@ -12,6 +12,7 @@ import numpy as np
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import EngineOutput, FinishReason, Int32Array, RunnerOutput, SchedulerOutput
+from hardpoint_bench.bounds import check_option
 from hardpoint_bench.clocked_loop import ClockedLoop
 from hardpoint_bench.faults import SchedulerFault, blaming, in_words, require
 from hardpoint_bench.hops import Hops
@@ -41,15 +42,8 @@ class Load:
 
     def check(self) -> None:
         """Raises ``ConfigError`` for numbers that make no run."""
-        for option, value, least in (
-            ("--running", self.running, 1),
-            ("--waiting", self.waiting, 0),
-            ("--steps", self.steps, 1),
-            ("--prompt-len", self.prompt_len, 1),
-            ("--shared-prefix", self.shared_prefix, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{option} {value} must be at least {least}")
+        for name in ("running", "waiting", "steps", "prompt_len", "shared_prefix"):
+            check_option(name.replace("_", "-"), getattr(self, name))
         if self.shared_prefix > self.prompt_len:
             raise ConfigError(
                 f"--shared-prefix {self.shared_prefix} is longer than --prompt-len {self.prompt_len}; lower the former"

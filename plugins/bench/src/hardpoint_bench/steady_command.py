@@ -12,11 +12,12 @@ import msgspec
 
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError
+from hardpoint_bench.bounds import MAX_BLOCKS, MAX_POSITIONS
 from hardpoint_bench.flags import Values
 from hardpoint_bench.garbage import as_in_an_engine, num_collections
 from hardpoint_bench.hops import Hops
 from hardpoint_bench.lookup import Lookup, lookup_sizes, measure_lookup
-from hardpoint_bench.rig import Rig, block_size_of
+from hardpoint_bench.rig import Rig, Sizes, block_size_of
 from hardpoint_bench.steady import Load, SteadyRun, StepFigures
 
 __all__ = ["measure"]
@@ -67,6 +68,7 @@ def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
     budget = engine.scheduler.max_num_batched_tokens
     chunk = engine.scheduler.long_prefill_threshold or budget or _UNTIMED_CHUNK
     sizes = load.sizes(block_size_of(engine), budget=budget, chunk=chunk)
+    _check_sizes(sizes, load, engine)
     longest = engine.model.max_model_len
     if longest is not None and longest < sizes.max_model_len:
         raise ConfigError(
@@ -74,6 +76,19 @@ def _steady_rig(config: AppConfig, values: Values) -> tuple[Rig, Load]:
             f"{sizes.max_model_len} or more, or leave it out"
         )
     return Rig.of(config, sizes, pipelined=values["async"]), load
+
+
+def _check_sizes(sizes: Sizes, load: Load, engine: EngineConfig) -> None:
+    """Raises ``ConfigError`` where each number is small enough, but not what they make together."""
+    blocks = engine.cache.num_kv_blocks or sizes.num_blocks
+    prompts = (load.running + load.waiting) * load.prompt_len
+    for what, found, most, advice in (
+        ("all prompts", prompts, MAX_POSITIONS, "--running, --waiting or --prompt-len"),
+        ("a step's tokens", sizes.max_num_batched_tokens, MAX_POSITIONS, "--running or --block-size"),
+        ("blocks", blocks, MAX_BLOCKS, "--running or --steps, or give --blocks"),
+    ):
+        if found > most:
+            raise ConfigError(f"{what}: these numbers make {found:,}, of at most {most:,}; lower {advice}")
 
 
 def _most_running(engine: EngineConfig) -> int | None:

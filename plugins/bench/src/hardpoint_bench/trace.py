@@ -14,6 +14,7 @@ A line is an object with
 
 from __future__ import annotations
 
+import codecs
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -27,13 +28,13 @@ import numpy as np
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import Int32Array
+from hardpoint_bench.bounds import MAX_ARRIVAL_S, MAX_LENGTH
 from hardpoint_bench.requests import HASH_IDS, PREFIX_IDS, hash_tokens, own_tokens, prefix_tokens
 
 __all__ = ["Trace", "TraceFile", "TraceLine", "TraceRequest", "line_of"]
 
 _STANDARD_INPUT = "standard input"
-_MAX_LENGTH = 2**24
-_Length = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
+_Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _HashId = Annotated[int, msgspec.Meta(ge=0, lt=HASH_IDS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -44,10 +45,10 @@ class TraceLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     arrival_s: _Seconds | None = None
     timestamp: _Seconds | None = None
-    prompt_token_ids: Annotated[list[_Token], msgspec.Meta(min_length=1, max_length=_MAX_LENGTH)] | None = None
+    prompt_token_ids: Annotated[list[_Token], msgspec.Meta(min_length=1, max_length=MAX_LENGTH)] | None = None
     hash_ids: list[_HashId] | None = None
     prefix_id: Annotated[int, msgspec.Meta(ge=0, lt=PREFIX_IDS)] | None = None
-    prefix_length: Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)] | None = None
+    prefix_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)] | None = None
     input_length: _Length | None = None
     output_length: _Length
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
@@ -93,6 +94,8 @@ class TraceFile:
         name = _STANDARD_INPUT if self.path == "-" else self.path
         with ExitStack() as stack:
             for at, raw in enumerate(self._lines(stack), start=1):
+                if at == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)
                 if not raw.strip():
                     continue
                 where = f"{name}:{at}"
@@ -102,8 +105,14 @@ class TraceFile:
                 if arrival - first < last:
                     raise ConfigError(f"{where}: it arrives before the line above; sort the trace by its arrival times")
                 last = arrival - first
+                after = last / self.speed
+                if after > MAX_ARRIVAL_S:
+                    raise ConfigError(
+                        f"{where}: it arrives {after:g} s after the first line, of at most {MAX_ARRIVAL_S:g} s; "
+                        "mend its time, or set --speed or --timestamp-unit"
+                    )
                 prompt = self._prompt(line, number, where)
-                yield TraceRequest(number, last / self.speed, prompt, line.output_length, line.priority, line.tenant)
+                yield TraceRequest(number, after, prompt, line.output_length, line.priority, line.tenant)
                 number += 1
         if not number:
             raise ConfigError(f"trace {name!r} holds no request")
