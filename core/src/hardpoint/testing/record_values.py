@@ -54,6 +54,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return _records(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return st.sampled_from(annotation)
+    if isinstance(annotation, typing.NewType):
+        return values(annotation.__supertype__)
     if annotation in SCALARS or annotation is None:
         return SCALARS[annotation if annotation is not None else type(None)]
     origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
