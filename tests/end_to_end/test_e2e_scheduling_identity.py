@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, Prompt, SamplingParams
+from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.engine.build import _plan_kv_cache
 from hardpoint.engine.core import EngineCore
 from hardpoint.interfaces import (
@@ -291,3 +292,26 @@ def test_a_worker_process_gives_the_same_tokens_with_two_steps_under_way(
         outputs = llm.generate(list(PROMPTS), params)
         assert llm.reset_prefix_cache(), "a surplus step holds no blocks for good"
     require_same(instance, plain, [list(output.outputs[0].token_ids) for output in outputs], request)
+
+
+@pytest.mark.slow
+def test_a_conversation_that_goes_on_inside_a_block_has_the_same_tokens() -> None:
+    """R3.92, I3.8: each turn goes on where the one before ended, in a copy that the worker makes of that block."""
+    settings = {"dtype": "float32", "max_model_len": MAX_LEN, "num_kv_blocks": 60, "block_size": BLOCK}
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    turns: dict[str, list[list[int]]] = {}
+    cached: dict[str, list[int]] = {}
+    for name, options in (("whole", {}), ("inside", {"tail_unit": 1})):
+        engine = EngineConfig.sections("smollm2", **settings)
+        config = AppConfig.model_validate({"engines": {"x": engine}, "plugins": {"scheduler": {"fcfs": options}}})
+        ids = [1, *range(400, 421)]
+        turns[name], cached[name] = [], []
+        with LLM.from_config(config) as llm:
+            for _ in range(4):
+                (end,) = llm.generate([Prompt(token_ids=np.asarray(ids, dtype=np.int32).tolist())], params)
+                turns[name].append(list(end.outputs[0].token_ids))
+                cached[name].append(end.num_cached_tokens)
+                ids += [*turns[name][-1], 28]
+    assert turns["inside"] == turns["whole"]
+    assert not any(num % BLOCK for num in cached["whole"])
+    assert all(num % BLOCK for num in cached["inside"][1:]), "no prefix ended inside a block"

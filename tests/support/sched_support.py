@@ -14,7 +14,6 @@ from hardpoint.interfaces import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
-    NoOptions,
     RunnerOutput,
     SamplingParams,
     Scheduler,
@@ -26,7 +25,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.testing import FakeWorker, next_token
-from hardpoint_scheduling.schedulers.factories import create_fcfs
+from hardpoint_scheduling.schedulers.factories import BatchOptions, create_fcfs
 from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 
 BLOCK = 4
@@ -54,6 +53,7 @@ def make_scheduler(
     kv_cache: KVCacheConfig | None = None,
     extensions: tuple[SchedulerExtension, ...] = (),
     clock: Any = None,
+    options: BatchOptions | None = None,
     **changes: Any,
 ) -> BatchScheduler:
     context = SchedulerContext(
@@ -64,7 +64,7 @@ def make_scheduler(
         kv_cache=kv_cache if kv_cache is not None else kv_config(num_blocks),
         extensions=extensions,
     )
-    scheduler = create(context, NoOptions(), **({} if clock is None else {"clock": clock}))
+    scheduler = create(context, options or BatchOptions(), **({} if clock is None else {"clock": clock}))
     assert isinstance(scheduler, BatchScheduler)
     return scheduler
 

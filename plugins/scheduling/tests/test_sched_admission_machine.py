@@ -130,7 +130,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.gates, self.store = Gates(), Store(self.worker)
         self.gates.wait_reason = reason
         self.scheduler = make_scheduler(
-            create=lambda ctx, options: build_scheduler(ctx, policy(), lambda: 0.0),
+            create=lambda ctx, options: build_scheduler(ctx, policy(), options, lambda: 0.0),
             extensions=(self.gates, self.store),
             **self.config,
         )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hardpoint.errors import ConfigError, OverloadedError, PluginNotFoundError
-from hardpoint.interfaces import EngineOutput, FinishReason, NoOptions, PauseMode, SchedulerContext
+from hardpoint.interfaces import EngineOutput, FinishReason, PauseMode, SchedulerContext
 from hardpoint.interfaces.plugin import ProcessRole
-from hardpoint_scheduling.schedulers.factories import create_fcfs
+from hardpoint_scheduling.schedulers.factories import BatchOptions, create_fcfs
 from sched_support import BLOCK, answer, expected, kv_config, limits, make_loop, make_scheduler, request
 
 PROMPT = list(range(3, 13))
@@ -377,7 +377,7 @@ def test_an_unknown_hash_is_refused() -> None:
         hash_algorithm="md5",
     )
     with pytest.raises(PluginNotFoundError, match="'md5'"):
-        create_fcfs(context, NoOptions())
+        create_fcfs(context, BatchOptions())
 
 
 def test_a_model_without_kv_is_scheduled_too() -> None:

@@ -27,7 +27,7 @@ from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection
-from hardpoint_scheduling.schedulers.factories import build_scheduler, load_policy
+from hardpoint_scheduling.schedulers.factories import BatchOptions, build_scheduler, load_policy
 from hardpoint_scheduling.schedulers.policies import fair_share, fcfs, priority
 from hardpoint_scheduling.schedulers.policies.fair_share import FairShareOptions, FairSharePolicy
 from hardpoint_scheduling.schedulers.policies.priority import PriorityPolicy, rank
@@ -59,8 +59,8 @@ def drained(queue: RequestQueue) -> list[str]:
 def scheduled_by(policy: SchedulingPolicy) -> Callable[..., Scheduler]:
     """A factory of schedulers with this policy."""
 
-    def create(ctx: SchedulerContext, options: NoOptions, clock: Callable[[], float] = time.time) -> Scheduler:
-        return build_scheduler(ctx, policy, clock)
+    def create(ctx: SchedulerContext, options: BatchOptions, clock: Callable[[], float] = time.time) -> Scheduler:
+        return build_scheduler(ctx, policy, options, clock)
 
     return create
 

@@ -29,6 +29,7 @@ from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.full_attention import FullAttentionManager, create
 from hardpoint_scheduling.kv_cache.hashing import create_sha256
 from hardpoint_scheduling.kv_cache.registry import SpecRegistry, load_registry
+from hardpoint_scheduling.schedulers.factories import BatchOptions
 from hardpoint_scheduling.schedulers.factories import create_fcfs as create_scheduler
 from hardpoint_scheduling.schedulers.scheduler import BatchScheduler
 from sched_support import kv_config, limits, spec
@@ -229,7 +230,7 @@ def test_the_scheduler_gets_managers_and_hash_through_plugin_access() -> None:
         limits=limits(),
         kv_cache=kv_config(9),
     )
-    scheduler = create_scheduler(context, NoOptions())
+    scheduler = create_scheduler(context, BatchOptions())
     assert isinstance(scheduler, BatchScheduler)
     assert type(scheduler._state.kv._groups[0].manager) is StateManager
     assert access.asked == [("kv_cache_spec", "full_attention"), ("hash", "sha256")]

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import KVCacheConfig
 from hardpoint.testing import FakeWorker
 from hardpoint_scheduling.kv_cache.coordinator import Gates, KVCoordinator
-from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
-from hardpoint_scheduling.kv_cache.registry import SpecRegistry
+from hardpoint_scheduling.schedulers.factories import BatchOptions
 from kv_support import admit, coordinator, full, hashes_of, latent, window
 from sched_support import BLOCK, Loop, expected, kv_config, make_scheduler, request
 
@@ -131,12 +129,18 @@ def test_tokens_are_those_of_a_request_alone() -> None:
 
 
 def tail_loop(num_blocks: int) -> Loop:
-    """The ready-made scheduler with a coordinator that finds prefixes inside blocks."""
-    config: KVCacheConfig = kv_config(num_blocks)
-    scheduler = make_scheduler(num_blocks)
-    state = scheduler._state
-    state.kv = KVCoordinator(config, SpecRegistry(), max_model_len=64, tail_unit=1)
-    state.hasher = resolve_hash(None, "sha256").hasher(1)
+    """A scheduler whose option lets prefixes end anywhere, over the fake worker."""
     worker = FakeWorker(block_size=BLOCK)
-    worker.initialize_kv_cache(config)
-    return Loop(scheduler, worker)
+    worker.initialize_kv_cache(kv_config(num_blocks))
+    return Loop(make_scheduler(num_blocks, options=BatchOptions(tail_unit=1)), worker)
+
+
+def test_the_options_of_a_scheduler_reach_its_hashes() -> None:
+    """R11.24: one group's block size, what divides all, or the unit the operator asks for."""
+    two = kv_config(40, 4, 8)
+    assert make_scheduler(kv_cache=two)._state.kv.hash_block_size == 4
+    assert make_scheduler(kv_cache=two, options=BatchOptions(match_unit=2))._state.kv.hash_block_size == 2
+    with pytest.raises(ConfigError, match="leave the tail unit unset"):
+        make_scheduler(kv_cache=two, options=BatchOptions(tail_unit=2))
+    with pytest.raises(ConfigError, match="does not divide KV blocks of 4"):
+        make_scheduler(kv_cache=two, options=BatchOptions(match_unit=3))

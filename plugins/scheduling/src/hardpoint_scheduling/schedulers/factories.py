@@ -9,15 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError, PluginNotFoundError
-from hardpoint.interfaces import (
-    NoOptions,
-    PluginAccess,
-    Scheduler,
-    SchedulerContext,
-    SchedulerLimits,
-    SchedulingPolicy,
-    plugin,
-)
+from hardpoint.interfaces import PluginAccess, Scheduler, SchedulerContext, SchedulerLimits, SchedulingPolicy, plugin
 from hardpoint_scheduling.kv_cache.coordinator import KVCoordinator
 from hardpoint_scheduling.kv_cache.events import KVEventLog
 from hardpoint_scheduling.kv_cache.hash_seed import resolve_hash
@@ -87,10 +79,26 @@ Clock = Callable[[], float]
 """Seconds on the scale of ``EngineRequest.deadline``."""
 
 
-class PolicyOptions(BaseModel):
-    """Options of the scheduler ``policy``."""
+class BatchOptions(BaseModel):
+    """Options of every scheduler here: how finely prefixes are matched."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match_unit: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per block hash where KV groups differ in block size; their common divisor by default",
+    )
+    tail_unit: int | None = Field(
+        default=None,
+        ge=1,
+        description="a cached prefix may end inside a block, at any multiple of so many tokens, at the cost of a copy "
+        "(one KV group only; whole blocks by default)",
+    )
+
+
+class PolicyOptions(BatchOptions):
+    """Options of the scheduler ``policy``."""
 
     policy: str = Field(
         default="fcfs",
@@ -99,18 +107,16 @@ class PolicyOptions(BaseModel):
     )
 
 
-@plugin("scheduler", capabilities=CAPABILITIES)
-def create_fcfs(ctx: SchedulerContext, options: NoOptions, *, clock: Clock = time.time) -> Scheduler:
+@plugin("scheduler", options=BatchOptions, capabilities=CAPABILITIES)
+def create_fcfs(ctx: SchedulerContext, options: BatchOptions, *, clock: Clock = time.time) -> Scheduler:
     """Entry point ``fcfs``: first come, first served. Raises what :func:`build_scheduler` raises."""
-    del options
-    return build_scheduler(ctx, FcfsPolicy(), clock)
+    return build_scheduler(ctx, FcfsPolicy(), options, clock)
 
 
-@plugin("scheduler", capabilities=CAPABILITIES)
-def create_priority(ctx: SchedulerContext, options: NoOptions, *, clock: Clock = time.time) -> Scheduler:
+@plugin("scheduler", options=BatchOptions, capabilities=CAPABILITIES)
+def create_priority(ctx: SchedulerContext, options: BatchOptions, *, clock: Clock = time.time) -> Scheduler:
     """Entry point ``priority``: by ``EngineRequest.priority``, then by arrival. Raises as :func:`build_scheduler`."""
-    del options
-    return build_scheduler(ctx, PriorityPolicy(), clock)
+    return build_scheduler(ctx, PriorityPolicy(), options, clock)
 
 
 @plugin("scheduler", options=PolicyOptions, capabilities=CAPABILITIES)
@@ -120,7 +126,7 @@ def create_with_policy(ctx: SchedulerContext, options: PolicyOptions, *, clock: 
     Raises the plugin errors of the policy, above all for a name that nobody provides (R3.4), and what
     :func:`build_scheduler` raises.
     """
-    return build_scheduler(ctx, load_policy(ctx.plugins, options.policy), clock)
+    return build_scheduler(ctx, load_policy(ctx.plugins, options.policy), options, clock)
 
 
 def load_policy(plugins: PluginAccess | None, name: str) -> SchedulingPolicy:
@@ -135,9 +141,11 @@ def load_policy(plugins: PluginAccess | None, name: str) -> SchedulingPolicy:
     return FcfsPolicy()
 
 
-def build_scheduler(ctx: SchedulerContext, policy: SchedulingPolicy, clock: Clock) -> BatchScheduler:
-    """Raises ``ConfigError`` for impossible limits or a KV plan without managers, and the plugin errors of the hash and
-    spec plugins it needs.
+def build_scheduler(
+    ctx: SchedulerContext, policy: SchedulingPolicy, options: BatchOptions, clock: Clock
+) -> BatchScheduler:
+    """Raises ``ConfigError`` for impossible limits, units or a KV plan without managers, and the plugin errors of the
+    hash and spec plugins it needs.
     """
     limits, extensions = ctx.limits, host_extensions(ctx.extensions)
     check_limits(limits)
@@ -150,6 +158,8 @@ def build_scheduler(ctx: SchedulerContext, policy: SchedulingPolicy, clock: Cloc
         max_model_len=limits.max_model_len,
         prefix_caching=limits.prefix_caching,
         max_in_flight_tokens=num_batches * limits.max_num_batched_tokens,
+        match_unit=options.match_unit,
+        tail_unit=options.tail_unit,
     )
     state = SchedulerState(
         limits=limits,
