@@ -80,12 +80,13 @@ def test_there_are_at_least_twenty_prompts() -> None:
 def test_prompts_alone_and_all_together_have_the_tokens_of_the_oracle(
     llm: LLM, oracle: TransformersOracle, num_tokens: int
 ) -> None:
+    prompts = PROMPTS if num_tokens == NUM_TOKENS else [*PROMPTS[:6], *PROMPTS[-3:]]
     assert llm.reset_prefix_cache()
-    alone = [llm.generate(prompt, params(num_tokens))[0] for prompt in PROMPTS]
+    alone = [llm.generate(prompt, params(num_tokens))[0] for prompt in prompts]
     assert llm.reset_prefix_cache()
-    together = llm.generate(PROMPTS, params(num_tokens))
+    together = llm.generate(prompts, params(num_tokens))
     for results in (alone, together):
-        assert [len(result.outputs[0].token_ids) for result in results] == [num_tokens] * len(PROMPTS)
+        assert [len(result.outputs[0].token_ids) for result in results] == [num_tokens] * len(prompts)
         oracle.require_equal([(result.prompt_token_ids, result.outputs[0].token_ids) for result in results])
     hits = sum(result.num_cached_tokens for result in llm.generate(PROMPTS[-6:], params(1)))
     assert hits > 0, "the shared preamble must come from the prefix cache"

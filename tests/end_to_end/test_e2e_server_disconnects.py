@@ -130,6 +130,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_starts_nothing(server: Se
     assert_freed(server, before, 0)
 
 
+@pytest.mark.slow
 def test_fifty_clients_that_leave_at_once(server: ServerProcess) -> None:
     """Some decode, some prefill, most wait; a reader who stays keeps its tokens, and the prefix cache stays right."""
     alone = server.complete(**CONTROL)["token_ids"]

@@ -35,7 +35,7 @@ def endless_streams(server: ServerProcess) -> list[Stream]:
     ("executor", "victim"),
     [
         ("uniproc", "engine-"),
-        ("multiproc", "engine-"),
+        pytest.param("multiproc", "engine-", marks=pytest.mark.slow),
         ("multiproc", "worker-"),
         pytest.param("multiproc --async-scheduling", "worker-", marks=pytest.mark.slow),
     ],
@@ -88,7 +88,7 @@ def test_an_idle_engine_that_dies_is_noticed(tiny: Path) -> None:
         server.assert_gone()
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
+@pytest.mark.parametrize("executor", [pytest.param("uniproc", marks=pytest.mark.slow), "multiproc"])
 def test_a_killed_server_leaves_no_process(tiny: Path, executor: str) -> None:
     """During load; its folder, which nobody could remove, goes when the next server starts."""
     with serving(tiny, "--executor", executor, "--max-num-batched-tokens", "64") as server:
@@ -141,7 +141,7 @@ def test_a_stopped_engine_is_not_ready_then_not_alive_and_comes_back(tiny: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["engine-", "worker-"])
+@pytest.mark.parametrize("victim", [pytest.param("engine-", marks=pytest.mark.slow), "worker-"])
 def test_a_stopped_process_does_not_keep_the_server_from_ending(tiny: Path, victim: str) -> None:
     with serving(tiny, "--executor", "multiproc", "--drain-timeout-s", "1") as server:
         stream = Stream(server, max_tokens=ENDLESS)

@@ -32,7 +32,7 @@ def assert_refuses_new_requests(server: ServerProcess) -> None:
     ("executor", "whole_group"),
     [
         ("uniproc", False),
-        ("multiproc", False),
+        pytest.param("multiproc", False, marks=pytest.mark.slow),
         ("multiproc", True),
         pytest.param("multiproc --async-scheduling", True, marks=pytest.mark.slow),
     ],
