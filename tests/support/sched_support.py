@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from hardpoint.interfaces import (
     EngineOutput,
@@ -149,3 +150,14 @@ def make_loop(num_blocks: int = 64, **fields: Any) -> Loop:
     worker = FakeWorker(block_size=BLOCK)
     worker.initialize_kv_cache(kv_config(num_blocks))
     return Loop(scheduler, worker)
+
+
+def prompt_families(longest: int) -> st.SearchStrategy[list[int]]:
+    """Prompts of few families with common prefixes, so that requests share, diverge inside a block and evict one
+    another; ``longest`` is the most that two have in common."""
+    return st.builds(
+        lambda family, length, tail: [3 + (family * 31 + i) % 90 for i in range(length)] + tail,
+        st.integers(0, 1),
+        st.integers(0, longest),
+        st.lists(st.integers(3, 6), min_size=1, max_size=3),
+    )

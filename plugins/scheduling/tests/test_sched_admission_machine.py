@@ -43,7 +43,7 @@ from hardpoint_scheduling.schedulers.factories import build_scheduler
 from hardpoint_scheduling.schedulers.policies.fair_share import FairShareOptions, FairSharePolicy
 from hardpoint_scheduling.schedulers.policies.fcfs import FcfsPolicy
 from hardpoint_scheduling.schedulers.policies.priority import PriorityPolicy
-from sched_support import BLOCK, expected, kv_config, make_scheduler, request
+from sched_support import BLOCK, expected, kv_config, make_scheduler, prompt_families, request
 
 POLICIES: list[Callable[[], SchedulingPolicy]] = [
     FcfsPolicy,
@@ -66,12 +66,7 @@ CONFIGS = st.fixed_dictionaries(
         "encoder_budget": st.sampled_from([0, 3, 8]),
     }
 )
-PROMPTS = st.builds(
-    lambda family, length, tail: [3 + (family * 31 + i) % 90 for i in range(length)] + tail,
-    st.integers(0, 1),
-    st.integers(0, 16),
-    st.lists(st.integers(3, 6), min_size=1, max_size=3),
-)
+PROMPTS = prompt_families(16)
 
 
 class Gates(SchedulerExtension):

@@ -35,7 +35,7 @@ from hardpoint.testing.fake_worker import ScriptedDrafter
 from hardpoint_scheduling.schedulers.factories import create_fcfs, create_priority
 from hardpoint_scheduling.schedulers.integrity import check_state
 from kv_support import window
-from sched_support import BLOCK, expected, make_loop, make_scheduler, request, spec
+from sched_support import BLOCK, expected, make_loop, make_scheduler, prompt_families, request, spec
 
 CONFIGS = st.fixed_dictionaries(
     {
@@ -55,13 +55,7 @@ CONFIGS = st.fixed_dictionaries(
 GROUPS: st.SearchStrategy[tuple[KVCacheSpec, ...]] = st.sampled_from([(), (spec(2 * BLOCK),), (window(6),)])
 # How many of up to three guesses are right, by the length of the sequence; nothing: no drafts.
 DRAFTS: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 3), min_size=1, max_size=5))
-# Few families with common prefixes, so that requests share, diverge inside a block and evict one another.
-PROMPTS = st.builds(
-    lambda family, length, tail: [3 + (family * 31 + i) % 90 for i in range(length)] + tail,
-    st.integers(0, 1),
-    st.integers(0, 24),
-    st.lists(st.integers(3, 6), min_size=1, max_size=3),
-)
+PROMPTS = prompt_families(24)
 
 
 class Speculator(SchedulerExtension):

@@ -120,17 +120,12 @@ class DecoderLayer(torch.nn.Module):
         return self.mlp(normed), residual
 
 
-class SandwichLayer(torch.nn.Module):
-    """Like :class:`DecoderLayer`, with the outputs of attention and feed-forward normalized before they are added."""
+class SandwichLayer(DecoderLayer):
+    """The same with the outputs of attention and feed-forward normalized before they are added."""
 
     def __init__(self, index: int, config: DecoderConfig, layers: LayerToolkit) -> None:
-        super().__init__()
-        name, window = f"model.layers.{index}", config.windows[index]
-        self.input_layernorm = _norm(config.hidden_size, config, layers)
-        self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
-        self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
+        super().__init__(index, config, layers)
         self.pre_feedforward_layernorm = _norm(config.hidden_size, config, layers)
-        self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)
         self.post_feedforward_layernorm = _norm(config.hidden_size, config, layers)
 
     def forward(

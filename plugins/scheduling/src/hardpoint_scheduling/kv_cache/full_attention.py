@@ -18,6 +18,7 @@ from hardpoint.interfaces import (
     group_key,
     plugin,
 )
+from hardpoint_scheduling.kv_cache.tables import grow_tables
 from hardpoint_scheduling.views import ReadOnlyView
 
 
@@ -65,25 +66,14 @@ class FullAttentionManager(KVCacheManager):
         return blocks
 
     def allocate_many(self, request_ids: Sequence[str], ends: Sequence[int], num_free: int) -> list[Sequence[int]]:
-        """Rows at a block boundary come together, so they are served by one call to the pool."""
+        """One call to the pool, if it has enough for all."""
         size = self._block_size
         try:
             tables = [self._tables[request_id] for request_id in request_ids]
         except KeyError:
             return super().allocate_many(request_ids, ends, num_free)
-        counts = [max(-(-end // size) - len(table), 0) for end, table in zip(ends, tables, strict=True)]
-        total = sum(counts)
-        if total > num_free:
-            return super().allocate_many(request_ids, ends, num_free)
-        blocks = self._pool.allocate(total)
-        grown: list[Sequence[int]] = []
-        start = 0
-        for table, count in zip(tables, counts, strict=True):
-            new = blocks[start : start + count]
-            table.extend(new)
-            grown.append(new)
-            start += count
-        return grown
+        grown = grow_tables(self._pool, tables, [-(-end // size) for end in ends], num_free)
+        return super().allocate_many(request_ids, ends, num_free) if grown is None else grown
 
     def cache_full_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         first = self._num_entered.get(request_id)

@@ -15,6 +15,7 @@ from hardpoint.interfaces import (
     KVCacheSpec,
     group_key,
 )
+from hardpoint_scheduling.kv_cache.tables import grow_tables
 from hardpoint_scheduling.views import ReadOnlyView
 
 
@@ -66,19 +67,8 @@ class SkippingManager(KVCacheManager):
             tables = [self._tables[request_id].blocks for request_id in request_ids]
         except KeyError:
             return super().allocate_many(request_ids, ends, num_free)
-        counts = [max(n - len(table), 0) for n, table in zip(map(self._num_positions, ends), tables, strict=True)]
-        total = sum(counts)
-        if total > num_free:
-            return super().allocate_many(request_ids, ends, num_free)
-        blocks = self._pool.allocate(total)
-        grown: list[Sequence[int]] = []
-        start = 0
-        for table, count in zip(tables, counts, strict=True):
-            new = blocks[start : start + count]
-            table.extend(new)
-            grown.append(new)
-            start += count
-        return grown
+        grown = grow_tables(self._pool, tables, map(self._num_positions, ends), num_free)
+        return super().allocate_many(request_ids, ends, num_free) if grown is None else grown
 
     def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
         self.release_unneeded_many((request_id,), (num_processed_tokens,))
