@@ -246,12 +246,14 @@ def test_a_reader_that_leaves_is_no_traceback(tiny: Path, tmp_path: Path) -> Non
     assert "BrokenPipe" not in err
 
 
-def test_ctrl_c_ends_quietly_with_status_130(tiny: Path) -> None:
+def test_ctrl_c_ends_quietly_with_status_130(tmp_path: Path) -> None:
     import signal
 
-    command = [sys.executable, "-m", "hardpoint.cli", "generate", str(tiny), *flags("Hello"), "--stream"]
+    # Long enough not to be through before the signal, however late this process is told of the first line.
+    model = write_tiny_llama(tmp_path / "tiny", max_position_embeddings=32768)
+    command = [sys.executable, "-m", "hardpoint.cli", "generate", str(model), *flags("Hello"), "--stream"]
     with subprocess.Popen(
-        [*command, "--max-tokens", "500", "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--max-tokens", "30000", "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == ">>> Hello\n"
