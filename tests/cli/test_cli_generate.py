@@ -249,11 +249,16 @@ def test_a_reader_that_leaves_is_no_traceback(tiny: Path, tmp_path: Path) -> Non
 def test_ctrl_c_ends_quietly_with_status_130(tmp_path: Path) -> None:
     import signal
 
-    # Long enough not to be through before the signal, however late this process is told of the first line.
+    # Long enough not to be through before the signal.
     model = write_tiny_llama(tmp_path / "tiny", max_position_embeddings=32768)
     command = [sys.executable, "-m", "hardpoint.cli", "generate", str(model), *flags("Hello"), "--stream"]
     with subprocess.Popen(
-        [*command, "--max-tokens", "30000", "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--max-tokens", "30000", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell starts in the background ignores this signal, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == ">>> Hello\n"
