@@ -21,6 +21,7 @@ from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
 from plugin_reference import plugin_reference
 from plugin_rules import BOOK as PLUGIN_RULES
+from runner_rules import BOOK as RUNNER_RULES
 from scheduling_rules import BOOK as SCHEDULING_RULES
 from workspace import ROOT, plugin_distributions
 
@@ -234,6 +235,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/plugin-options.md": plugin_options,
     PLUGIN_RULES.page: PLUGIN_RULES.render,
     SCHEDULING_RULES.page: SCHEDULING_RULES.render,
+    RUNNER_RULES.page: RUNNER_RULES.render,
 }
 
 
