@@ -95,7 +95,7 @@ BOOK = RuleBook(
     title="Rules of executors, the runner and the forward context, and the tests that hold them",
     introduction=(
         "`R` are requirements, `P` pitfalls and `I` invariants of the specification of executors, the model runner and",
-        "the forward context (4). A test cites a rule by its number: `grep -rn R4.53 --include=*.py` finds all of them,",
-        "this page names a few.",
+        "the forward context (4). A test cites a rule by its number: `grep -rn R4.53 --include=*.py` finds all of",
+        "them, this page names a few.",
     ),
 )
