@@ -9,6 +9,7 @@ from hardpoint_testing_torch.attention_problems import (
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
+from hardpoint_testing_torch.engine_parity import MODES, EngineParity, ParityCase, run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
@@ -17,18 +18,22 @@ from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
 from hardpoint_testing_torch.local_driver import LocalDriver, build_model, create_model, worker_config
 from hardpoint_testing_torch.logits_processor_suite import LogitsProcessorSuite
 from hardpoint_testing_torch.model_suite import ModelSuite
-from hardpoint_testing_torch.parity import ParityHarness, check_parity, relative_error
+from hardpoint_testing_torch.parity import ParityHarness, check_parity, measure_parity, relative_error
+from hardpoint_testing_torch.parity_report import ModeResult, ParityReport, Verdict
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
 from hardpoint_testing_torch.tiny_models import ModelCheckpoint, TinyModel, make_tiny_model, model_info
+from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
 from hardpoint_testing_torch.worker_suite import WorkerSuite
 
 __all__ = [
+    "MODES",
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
     "CustomOpSuite",
+    "EngineParity",
     "FakeGraph",
     "FakeGraphBackend",
     "KernelOverrideSuite",
@@ -36,15 +41,19 @@ __all__ = [
     "LinearBench",
     "LocalDriver",
     "LogitsProcessorSuite",
+    "ModeResult",
     "ModelCheckpoint",
     "ModelSuite",
+    "ParityCase",
     "ParityHarness",
+    "ParityReport",
     "PlainAttention",
     "PlainAttentionBackend",
     "QuantizationSuite",
     "StateDictLoader",
     "TensorLoader",
     "TinyModel",
+    "Verdict",
     "WorkerSuite",
     "build_model",
     "check_parity",
@@ -55,10 +64,13 @@ __all__ = [
     "kernel_problems",
     "make_problem",
     "make_tiny_model",
+    "measure_parity",
     "model_info",
     "relative_error",
     "relative_norm",
     "run_backend",
+    "run_parity",
     "weight_tensor",
     "worker_config",
+    "write_tiny_tokenizer",
 ]

@@ -117,7 +117,8 @@ class LocalDriver:
     def _add_layer(self, name: str, spec: Any, num_blocks: int, config: WorkerConfig) -> None:
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"layer {name!r} keeps {type(spec).__name__}; this driver knows attention caches only")
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        value_size = spec.head_size if spec.value_head_size is None else spec.value_head_size
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size + value_size)
         self._caches[name] = torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype))
         if spec not in self._builders:
             builder = self._backend.create_builder(
@@ -130,11 +131,23 @@ class LocalDriver:
         return self._sequences[name].num_computed if name in self._sequences else 0
 
     def free(self, name: str) -> None:
-        """Forget a sequence; its blocks are poisoned."""
+        """Forget a sequence; blocks that no other one shares are poisoned."""
         sequence = self._sequences.pop(name)
+        shared = {block for other in self._sequences.values() for block in other.blocks}
+        blocks = [block for block in sequence.blocks if block not in shared]
         for cache in self._caches.values():
-            cache[sequence.blocks] = torch.nan
-        self._free = sequence.blocks[::-1] + self._free
+            cache[blocks] = torch.nan
+        self._free = blocks[::-1] + self._free
+
+    def share(self, name: str, owner: str, num_tokens: int) -> None:
+        """Begin ``name`` with the first ``num_tokens`` of ``owner``, whole blocks, as if they were found in a cache."""
+        blocks, rest = divmod(num_tokens, self._block_size)
+        if rest or num_tokens > self.num_computed(owner) or name in self._sequences:
+            raise ValueError(
+                f"{name!r} cannot begin with {num_tokens} tokens of {owner!r}: it must be new, and they whole "
+                f"blocks of {self._block_size} among the {self.num_computed(owner)} that are computed"
+            )
+        self._sequences[name] = _Sequence(num_tokens, self._sequences[owner].blocks[:blocks])
 
     @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, torch.Tensor]:

@@ -10,18 +10,19 @@ Each check feeds the same tokens in another way; logits must agree within ``MAX_
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.model_source import WeightLoader
 from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory, build_model, worker_config
+from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader
 from hardpoint_testing_torch.tiny_models import ModelCheckpoint
 
-__all__ = ["MAX_RELATIVE_ERROR", "ParityHarness", "check_parity", "relative_error"]
+__all__ = ["MAX_RELATIVE_ERROR", "TIE_GAP", "ParityHarness", "check_parity", "measure_parity", "relative_error"]
 
-MAX_RELATIVE_ERROR = 1e-4
 TIE_GAP = 1e-4
 """Greedy tokens may differ where the oracle's two best logits are closer than this share of the logit range."""
 
@@ -47,6 +48,7 @@ class ParityHarness:
         seed: int = 0,
     ) -> None:
         self.tiny = tiny
+        self.block_size = block_size
         self._random = random.Random(seed)
         info = tiny.info if loader is None else loader.describe(tiny.info.artifact)
         config = worker_config(info, block_size=block_size)
@@ -97,6 +99,37 @@ class ParityHarness:
             relative_error(torch.cat(logits[name]), self.tiny.logits(prompt)) for name, prompt in prompts.items()
         )
 
+    def prefix(self, num_shared: int = 24, lengths: tuple[int, ...] = (5, 9)) -> float:
+        """Prompts that begin like one computed before, whose blocks they share; that one goes while they are used."""
+        num_shared -= num_shared % self.block_size
+        first = self.prompt(num_shared + 3)
+        self.driver.step({"owner": first})
+        prompts = {f"shared-{index}": first[:num_shared] + self.prompt(length) for index, length in enumerate(lengths)}
+        for name in prompts:
+            self.driver.share(name, "owner", num_shared)
+        self.driver.free("owner")
+        logits = self.driver.step({name: prompt[num_shared:] for name, prompt in prompts.items()})
+        for name in prompts:
+            self.driver.free(name)
+        return max(
+            relative_error(logits[name], self.tiny.logits(prompt)[num_shared:]) for name, prompt in prompts.items()
+        )
+
+    def preempted(self, lengths: tuple[int, ...] = (19, 30)) -> float:
+        """Prompts that lose their blocks half-way and are computed again, in other chunks and other blocks."""
+        prompts = {f"preempted-{index}": self.prompt(length) for index, length in enumerate(lengths)}
+        self.driver.step({name: prompt[: len(prompt) // 2] for name, prompt in prompts.items()})
+        for name in reversed(prompts):
+            self.driver.free(name)
+        logits = {name: [part] for name, part in self.driver.step({n: p[:-3] for n, p in prompts.items()}).items()}
+        for name, part in self.driver.step({n: p[-3:] for n, p in prompts.items()}).items():
+            logits[name].append(part)
+        for name in prompts:
+            self.driver.free(name)
+        return max(
+            relative_error(torch.cat(logits[name]), self.tiny.logits(prompt)) for name, prompt in prompts.items()
+        )
+
     def greedy_differences(self, count: int = 64, lengths: tuple[int, ...] = (6, 1, 11)) -> int:
         """Prompts generated together; differing tokens that no near-tie of the oracle excuses."""
         prompts = {f"greedy-{index}": self.prompt(length) for index, length in enumerate(lengths)}
@@ -126,19 +159,31 @@ def check_parity(
     *,
     loader: WeightLoader | None = None,
     block_size: int = 4,
-) -> dict[str, float]:
-    """All checks; returns the relative errors by name. Raises ``AssertionError`` naming the ones over the limit."""
+) -> ParityReport:
+    """Every check, which must find nothing. Raises ``AssertionError`` naming the ones over the limit."""
+    report = measure_parity(tiny, factory, backend, loader=loader, block_size=block_size)
+    report.require_ok()
+    return report
+
+
+def measure_parity(
+    tiny: ModelCheckpoint,
+    factory: ModelFactory,
+    backend: AttentionBackend,
+    *,
+    loader: WeightLoader | None = None,
+    block_size: int = 4,
+) -> ParityReport:
+    """Every check, whatever it finds."""
     harness = ParityHarness(tiny, factory, backend, loader=loader, block_size=block_size)
-    errors = {
-        "prefill": harness.prefill(),
-        "chunked": harness.chunked(),
-        "decode": harness.decode(),
-        "batched": harness.batched(),
+    modes: dict[str, Callable[[], float]] = {
+        "prefill": harness.prefill,
+        "chunked": harness.chunked,
+        "decode": harness.decode,
+        "batched": harness.batched,
+        "prefix": harness.prefix,
+        "preempted": harness.preempted,
     }
-    over = {name: error for name, error in errors.items() if not error <= MAX_RELATIVE_ERROR}
-    if over:
-        raise AssertionError(f"{tiny.info.architecture}: relative logit error over {MAX_RELATIVE_ERROR}: {over}")
-    differences = harness.greedy_differences()
-    if differences:
-        raise AssertionError(f"{tiny.info.architecture}: {differences} greedy tokens differ without a near-tie")
-    return errors
+    results = [ModeResult(mode, run()) for mode, run in modes.items()]
+    results.append(ModeResult("greedy", 0.0, num_differences=harness.greedy_differences()))
+    return ParityReport(tiny.info.architecture, "in memory", tuple(results))

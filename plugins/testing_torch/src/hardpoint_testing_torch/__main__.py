@@ -1,0 +1,53 @@
+"""``python -m hardpoint_testing_torch Qwen3ForCausalLM --config head_dim=16``: an installed model beside its oracle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from hardpoint_testing_torch.engine_parity import MODES, ParityCase, run_parity
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when every mode that was run is within its limit, 1 otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hardpoint_testing_torch",
+        description="Compare an installed architecture with transformers, on tiny random weights, through the engine.",
+    )
+    parser.add_argument("architecture", help="as in config.json; it names the model plugin and the class of the oracle")
+    parser.add_argument(
+        "--config", metavar="FIELD=JSON", action="append", default=[], type=_field, help="a field; may be repeated"
+    )
+    parser.add_argument("--mode", action="append", choices=MODES, help="only this mode; may be repeated")
+    parser.add_argument("--block-size", type=int, default=4, help="tokens per KV block (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default: 0)")
+    given = parser.parse_args(arguments)
+    # The bars of saving a checkpoint of kilobytes only hide the report.
+    transformers.utils.logging.disable_progress_bar()
+    case = ParityCase(given.architecture, dict(given.config), block_size=given.block_size)
+    with tempfile.TemporaryDirectory() as folder:
+        report = run_parity(case, Path(folder), modes=given.mode or MODES, seed=given.seed)
+    print(report)
+    return 0 if report.is_ok else 1
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is no FIELD=JSON, such as head_dim=16")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"the value of {name!r} is no JSON: {value!r}; texts need quotes") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""Does an installed architecture compute what Hugging Face computes, through the whole engine?
+
+    report = run_parity(ParityCase("Qwen3ForCausalLM", {"head_dim": 16}), folder)
+    print(report)
+    report.require_ok()
+
+A tiny random checkpoint is made, saved and served by :class:`hardpoint.LLM` with the installed plugins: loader, model,
+attention backend, scheduler and KV cache. Each mode makes the engine compute the same kind of prompts in another way.
+Logits are compared as log-probabilities of the whole vocabulary, at every position that the engine reports. The judge
+sees prompt and generated tokens in one forward.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardpoint import LLM, Prompt, SamplingParams
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.interfaces import PositionLogprobs, RequestOutput
+from hardpoint_testing_torch.parity import TIE_GAP
+from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
+from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
+from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
+
+__all__ = ["MAX_BFLOAT16_ERROR", "MODES", "EngineParity", "ParityCase", "run_parity"]
+
+MODES = ("prefill", "chunk", "decode", "batch", "prefix", "preempt", "tp2", "bfloat16")
+MAX_BFLOAT16_ERROR = 3e-2
+NUM_TOKENS = 64
+CHUNKS = (1, 3, 4, 17)
+SETTINGS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 192,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "num_kv_blocks": 300,
+    "prefix_caching": False,
+}
+TENSOR_PARALLEL: Mapping[str, Any] | None = None
+"""Settings that divide a model between two workers; None while no plugin here can."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCase:
+    """A configuration of an architecture to compare.
+
+    Attributes:
+        architecture: the name in ``config.json``, which is that of the plugin and of the class in ``transformers``.
+        config: fields that differ from ``TINY_SIZES``.
+        name: tells the configurations of one architecture apart.
+        settings: of the engine, where the architecture needs other ones.
+        skipped: mode to the reason why it does not apply.
+        limits: mode to the largest error allowed, where that is not the usual one.
+    """
+
+    architecture: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "plain"
+    block_size: int = 4
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+class EngineParity:
+    """One case beside its oracle; the checkpoint is made in ``folder``. Raises ``ValueError`` for an unknown mode."""
+
+    def __init__(self, case: ParityCase, folder: Path, *, seed: int = 0) -> None:
+        self.case = case
+        self._folder = folder
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._tiny = self._checkpoint(torch.float32)
+        self._runs: Mapping[str, Callable[[], ModeResult]] = {
+            "prefill": self._prefill,
+            "chunk": self._chunk,
+            "decode": self._decode,
+            "batch": self._batch,
+            "prefix": self._prefix,
+            "preempt": self._preempt,
+            "tp2": self._tensor_parallel,
+            "bfloat16": self._bfloat16,
+        }
+
+    def run(self, mode: str) -> ModeResult:
+        """Compute and compare in one of ``MODES``."""
+        if mode not in self._runs:
+            raise ValueError(f"mode {mode!r} is unknown; there are {', '.join(self._runs)}")
+        if mode in self.case.skipped:
+            return ModeResult(mode, note=self.case.skipped[mode])
+        return self._runs[mode]()
+
+    def _prefill(self) -> ModeResult:
+        """Whole prompts, one at a time: logits of all their positions."""
+        with self._engine() as llm:
+            outputs = [_ask(llm, [prompt], 1, echoes=True)[0] for prompt in self._prompts(1, 4, 5, 45)]
+        return self._compare("prefill", outputs)
+
+    def _chunk(self) -> ModeResult:
+        """Prompts in steps of several sizes, that of a block among them: logits of all their positions."""
+        prompts = self._prompts(45, 30)
+        outputs = []
+        for size in CHUNKS:
+            with self._engine(max_num_batched_tokens=size, max_num_seqs=1) as llm:
+                outputs += _ask(llm, prompts, 3, echoes=True)
+        return self._compare("chunk", outputs)
+
+    def _decode(self) -> ModeResult:
+        """Greedy answers, one request at a time: logits of each generated token."""
+        with self._engine() as llm:
+            outputs = [_ask(llm, [prompt], NUM_TOKENS)[0] for prompt in self._prompts(6, 1, 13)]
+        return self._compare("decode", outputs)
+
+    def _batch(self) -> ModeResult:
+        """Twice as many requests as places, of all lengths: prefills beside decodes, joining and leaving."""
+        prompts = self._prompts(30, 7, 18, 1, 40, 5, 22, 12)
+        counts = [NUM_TOKENS, 9, 20, NUM_TOKENS, 1, 33, 40, 50]
+        with self._engine(max_num_batched_tokens=24) as llm:
+            outputs = _ask(llm, prompts, counts, echoes=True)
+        return self._compare("batch", outputs)
+
+    def _prefix(self) -> ModeResult:
+        """The same prompt again, and others that begin like it: what is cached is not computed again."""
+        shared, *tails = self._prompts(41, 9, 2)
+        with self._engine(prefix_caching=True) as llm:
+            cold = _ask(llm, [shared], 16)
+            warm = _ask(llm, [shared, *([*shared, *tail] for tail in tails)], NUM_TOKENS)
+        if not all(output.num_cached_tokens > 0 for output in warm):
+            cached = [output.num_cached_tokens for output in warm]
+            return ModeResult("prefix", math.inf, note=f"no prefix was found again: {cached} cached tokens")
+        return self._compare("prefix", [*cold, *warm])
+
+    def _preempt(self) -> ModeResult:
+        """Everybody is thrown out again and again, and computed anew from the first token on."""
+        outputs: dict[int, RequestOutput] = {}
+        prompts = self._prompts(30, 6, 17, 33)
+        with self._engine() as llm:
+            params = _params(llm, NUM_TOKENS)
+            stream = llm.stream([Prompt(token_ids=prompt) for prompt in prompts], params)
+            for count, (index, output) in enumerate(stream):
+                outputs[index] = output
+                if count % 23 == 22:
+                    llm.core.scheduler.reset_prefix_cache(reset_running=True)
+            num_preemptions = llm.core.scheduler.stats().num_preemptions
+        if num_preemptions < 2 * len(prompts):
+            return ModeResult("preempt", math.inf, note=f"only {num_preemptions} requests were preempted")
+        return self._compare("preempt", list(outputs.values()))
+
+    def _tensor_parallel(self) -> ModeResult:
+        """Two workers, each with its share of every layer."""
+        if TENSOR_PARALLEL is None:
+            return ModeResult("tp2", note="no plugin divides a model between workers")
+        with self._engine(**TENSOR_PARALLEL) as llm:
+            outputs = _ask(llm, self._prompts(6, 30, 13), NUM_TOKENS, echoes=True)
+        return self._compare("tp2", outputs)
+
+    def _bfloat16(self) -> ModeResult:
+        """Weights that bfloat16 can hold, computed in bfloat16 here and in float32 there.
+
+        Single logits and tokens may differ, say where a router chooses another expert; the error is that of all logits
+        together, root mean square over root mean square.
+        """
+        tiny = self._checkpoint(torch.bfloat16)
+        with self._engine(tiny, dtype="bfloat16") as llm:
+            outputs = _ask(llm, self._prompts(6, 30, 13), 24, echoes=True)
+        answers = [_Answer.of(output) for output in outputs]
+        pairs = [answer.centered(tiny.logits(answer.tokens[:-1])) for answer in answers]
+        found, expected = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        error = float((found - expected).norm() / expected.norm())
+        limit = self.case.limits.get("bfloat16", MAX_BFLOAT16_ERROR)
+        return ModeResult("bfloat16", error, limit, len(found))
+
+    def _checkpoint(self, dtype: torch.dtype) -> TinyModel:
+        folder = self._folder / str(dtype).removeprefix("torch.")
+        folder.mkdir(parents=True)
+        tiny = make_tiny_model(self.case.architecture, folder, seed=self._seed, dtype=dtype, **self.case.config)
+        write_tiny_tokenizer(folder, tiny.info.vocab_size)
+        return tiny
+
+    @contextmanager
+    def _engine(self, tiny: TinyModel | None = None, **changes: Any) -> Iterator[LLM]:
+        tiny = tiny if tiny is not None else self._tiny
+        settings = {**SETTINGS, "block_size": self.case.block_size, **self.case.settings, **changes}
+        # Validated from plain values, as a file would be.
+        document = {
+            "engines": {"tiny": EngineConfig.sections(str(tiny.folder), **settings)},
+            "server": {"max_logprobs": tiny.info.vocab_size},
+        }
+        with LLM.from_config(AppConfig.model_validate(document)) as llm:
+            yield llm
+
+    def _prompts(self, *lengths: int) -> list[list[int]]:
+        size = self._tiny.info.vocab_size
+        return [[self._random.randrange(size) for _ in range(length)] for length in lengths]
+
+    def _compare(self, mode: str, outputs: Sequence[RequestOutput]) -> ModeResult:
+        error, positions, differences = 0.0, 0, 0
+        for output in outputs:
+            answer = _Answer.of(output)
+            logits = self._tiny.logits(answer.tokens[:-1])
+            error = max(error, answer.error(logits))
+            positions += len(answer.rows)
+            differences += answer.num_differences(logits)
+        return ModeResult(mode, error, self.case.limits.get(mode, MAX_RELATIVE_ERROR), positions, differences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """``rows`` are positions whose log-probabilities ``values`` [rows, vocabulary] the engine reported."""
+
+    tokens: list[int]
+    num_prompt: int
+    rows: list[int]
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> _Answer:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id} ended with {output.error!r}")
+        prompt, answer = list(output.prompt_token_ids), output.outputs[0]
+        # An entry of the prompt says what was expected at its place: it belongs to the position before.
+        entries = {place - 1: entry for place, entry in enumerate(output.prompt_logprobs or ()) if entry is not None}
+        entries |= {len(prompt) - 1 + place: entry for place, entry in enumerate(answer.logprobs or ())}
+        values = torch.stack([_distribution(entry) for entry in entries.values()])
+        return cls(prompt + list(answer.token_ids), len(prompt), list(entries), values)
+
+    def centered(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was found and what the oracle's ``logits`` say, float64 [rows, vocabulary], each row less its mean."""
+        expected = logits[self.rows].double()
+        return self.values - self.values.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+
+    def error(self, logits: torch.Tensor) -> float:
+        """Largest deviation over the largest expected logit; infinite if anything is not finite."""
+        if not bool(torch.isfinite(self.values).all()):
+            return math.inf
+        expected = torch.log_softmax(logits[self.rows].double(), dim=-1)
+        return float((self.values - expected).abs().max() / logits.abs().max())
+
+    def num_differences(self, logits: torch.Tensor) -> int:
+        """Generated tokens that are not the oracle's, though its two best ones are no near-tie."""
+        answer = logits[self.num_prompt - 1 :]
+        best = answer.topk(2, dim=-1)
+        gap = (best.values[:, 0] - best.values[:, 1]) / (answer.amax(-1) - answer.amin(-1))
+        differs = best.indices[:, 0] != torch.tensor(self.tokens[self.num_prompt :])
+        return int((differs & (gap > TIE_GAP)).sum())
+
+
+def _distribution(entry: PositionLogprobs) -> torch.Tensor:
+    """float64 [vocabulary]."""
+    values = torch.full((len(entry.top),), torch.nan, dtype=torch.float64)
+    for one in entry.top:
+        values[one.token_id] = one.logprob
+    return values
+
+
+def _params(llm: LLM, count: int, *, echoes: bool = False) -> SamplingParams:
+    width = llm.limits.vocab_size
+    echo = width if echoes else None
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=width, prompt_logprobs=echo)
+
+
+def _ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], counts: int | Sequence[int], *, echoes: bool = False
+) -> list[RequestOutput]:
+    """Greedy answers of exactly ``counts`` tokens with all log-probabilities, with ``echoes`` those of the prompt."""
+    each = [counts] * len(prompts) if isinstance(counts, int) else counts
+    params = [_params(llm, count, echoes=echoes) for count in each]
+    return llm.generate([Prompt(token_ids=list(prompt)) for prompt in prompts], params)
+
+
+def run_parity(case: ParityCase, folder: Path, *, modes: Iterable[str] = MODES, seed: int = 0) -> ParityReport:
+    """Run ``modes`` of ``case`` with checkpoints below ``folder``, which must hold none yet.
+
+    Raises what the engine raises for a model that it cannot load or run.
+    """
+    parity = EngineParity(case, folder, seed=seed)
+    return ParityReport(case.architecture, case.name, tuple(parity.run(mode) for mode in modes))
