@@ -45,7 +45,11 @@ class KVWriteMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeed:
-    """What a model's layers ask of a backend on a given device. Dtypes by name."""
+    """What a model's layers ask of a backend on a given device. Dtypes by name.
+
+    ``uses_mla``: latent layers. Keys are latents of ``head_size`` that all heads share (one KV head), and values are
+    no more than the first entries of these. See ``AttentionImpl``.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -126,7 +130,12 @@ class AttentionMetadataBuilder(ABC):
 
 
 class AttentionImpl(ABC):
-    """The computation behind one attention layer."""
+    """The computation behind one attention layer.
+
+    Of a latent layer (``AttentionNeed.uses_mla``) the cache holds keys only, [blocks, 1, block size, D]. ``value``
+    [T, 1, V] is the first V entries of ``key`` [T, 1, D], cached values are those of cached keys, and ``output`` is
+    [T, H, V].
+    """
 
     @abstractmethod
     def forward(

@@ -1,6 +1,6 @@
 """The shortest correct paged attention: row by row in float32. Kits run models over it where no backend is under test.
 
-Legend: H query heads, K KV heads, D head size; q query tokens of a row, k visible tokens.
+Legend: H query heads, K KV heads, D head size, V size of a head's values; q query tokens of a row, k visible tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlainBuilder(AttentionMetadataBuilder):
 
 
 class PlainAttention(AttentionImpl):
-    """Decoders and encoders, with windows, soft caps, ALiBi and sinks."""
+    """Decoders and encoders, with windows, soft caps, ALiBi and sinks; latents too, which hold values in keys."""
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
@@ -58,20 +58,22 @@ class PlainAttention(AttentionImpl):
             if kv_cache is None:
                 keys, values = key[step], value[step]
             else:
-                keys, values = self.stored(kv_cache, metadata, row)
+                keys, values = self.stored(kv_cache, metadata, row, value.shape[-1])
             output[step] = self.attend(query[step].float(), keys.float(), values.float(), metadata.causal)
         return output
 
-    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [k, K, D] of everything the row may see."""
+    def stored(
+        self, cache: torch.Tensor, metadata: Any, row: int, value_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [k, K, D] and values [k, K, V] of everything the row may see."""
         length = int(metadata.seq_lens_cpu[row])
         blocks = metadata.block_table[row, : -(-length // metadata.block_size)].long()
         states = cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
         size = self.params.head_size
-        return states[..., :size], states[..., size:]
+        return states[..., :size], states[..., size:] if states.shape[-1] > size else states[..., :value_size]
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
-        """[q, H, D] of one row whose queries are the last of its tokens."""
+        """[q, H, V] of one row whose queries are the last of its tokens."""
         params = self.params
         group = params.num_heads // params.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * params.scale
@@ -98,7 +100,9 @@ class PlainAttention(AttentionImpl):
     ) -> None:
         real = (slot_mapping >= 0).nonzero().flatten()
         slots = slot_mapping[real]
-        states = torch.cat((key[real], value[real]), dim=-1).to(kv_cache.dtype)
+        is_latent = kv_cache.shape[-1] == key.shape[-1]
+        states = key[real] if is_latent else torch.cat((key[real], value[real]), dim=-1)
+        states = states.to(kv_cache.dtype)
         kv_cache.transpose(1, 2)[slots // kv_cache.shape[2], slots % kv_cache.shape[2]] = states
 
 
@@ -114,8 +118,10 @@ class PlainAttentionBackend(AttentionBackend):
         unknown = sorted({need.dtype, need.kv_cache_dtype} - set(DTYPES))
         if unknown:
             return f"plain attention computes {', '.join(DTYPES)}, not {' and '.join(unknown)}"
-        if need.uses_mla:
-            return "plain attention knows no latent keys and values"
+        if need.uses_mla and need.num_kv_heads != 1:
+            return f"latents are one KV head that all heads share, not {need.num_kv_heads}"
+        if need.uses_mla and need.kind is not AttentionKind.DECODER:
+            return f"latents are read from a cache, which attention kind {need.kind} has not"
         if need.batch_invariant:
             return "plain attention does not promise equal bits in every batch"
         if need.kind is AttentionKind.ENCODER_DECODER:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,7 +88,7 @@ def make_tiny_model(
     oracle = model_class(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
+        for name, parameter in _stored_values(oracle):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
@@ -100,6 +100,13 @@ def make_tiny_model(
     # A copy is narrowed: the oracle's own tables (rotary frequencies) must keep float32.
     copy.deepcopy(oracle).to(dtype).save_pretrained(folder)
     return TinyModel(oracle, folder, model_info(folder, architecture))
+
+
+def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that are stored as well (corrections of routers), tied ones once."""
+    yield from oracle.named_parameters()
+    stored = oracle.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in oracle.named_buffers() if name in stored)
 
 
 def model_info(folder: Path, architecture: str) -> ModelInfo:

@@ -36,6 +36,9 @@ def attention_need(config: WorkerConfig, device: DeviceDescription) -> Attention
     heads = _count(fields, "num_attention_heads")
     kv_heads = _count(fields, "num_key_value_heads", heads)
     head_size = _count(fields, "head_dim", max(1, _count(fields, "hidden_size") // heads))
+    latent_rank = fields.get("kv_lora_rank")
+    if latent_rank is not None:
+        kv_heads, head_size = 1, _count(fields, "kv_lora_rank") + _count(fields, "qk_rope_head_dim")
     ranks = config.parallel.tensor_parallel_size
     uses_window = fields.get("use_sliding_window", True)
     return AttentionNeed(
@@ -48,6 +51,7 @@ def attention_need(config: WorkerConfig, device: DeviceDescription) -> Attention
         block_size=config.block_size,
         sliding_window=fields.get("sliding_window") if uses_window else None,
         logits_soft_cap=fields.get("attn_logit_softcapping"),
+        uses_mla=latent_rank is not None,
         batch_invariant=config.batch_invariant,
     )
 

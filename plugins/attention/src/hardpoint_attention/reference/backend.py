@@ -45,8 +45,10 @@ class ReferenceBackend(AttentionBackend):
             return f"{need.num_heads} query heads are no multiple of {need.num_kv_heads} key/value heads"
         if need.uses_alibi and need.kind is not AttentionKind.DECODER:
             return f"ALiBi biases are causal here and do not fit attention kind {need.kind.value}"
-        if need.uses_mla:
-            return "latent attention (MLA) is not implemented"
+        if need.uses_mla and need.num_kv_heads != 1:
+            return f"latent attention (MLA) has one latent that all heads share, not {need.num_kv_heads}"
+        if need.uses_mla and need.kind is not AttentionKind.DECODER:
+            return f"latent attention (MLA) reads a cache, which attention kind {need.kind.value} has not"
         if need.batch_invariant:
             return "rows are grouped by length, so rounding depends on a row's neighbors (batch-invariant mode)"
         return None
@@ -75,6 +77,7 @@ def _probe() -> ProbeResult:
     capabilities={
         "returns_lse": True,
         "kinds": [kind.value for kind in KINDS],
+        "mla": True,
         BLOCK_SIZES_CAPABILITY: {"multiple_of": BLOCK_SIZES.multiple_of},
     },
 )

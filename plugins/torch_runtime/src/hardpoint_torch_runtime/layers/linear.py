@@ -25,6 +25,7 @@ __all__ = [
     "OutputPart",
     "ParallelLinear",
     "QKVParallelLinear",
+    "ReplicatedLinear",
     "RowParallelLinear",
 ]
 
@@ -91,6 +92,10 @@ class ParallelLinear(torch.nn.Module):
         output = self.method.apply(self, x, bias)
         return output if self.adapter is None else self.adapter(x, output)
 
+    def finish_loading(self) -> None:
+        """Called once all tensors are in: the method repacks what it wants to."""
+        self.method.process_after_loading(self)
+
     def place(self, parameter: str, shard: str | None) -> Placement:
         """See ``ShardedModule``. Parameters beyond weight and bias are placed by the linear method."""
         weight = self._place_weight(shard)
@@ -153,6 +158,16 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.project(x, self.bias)
         return self.parallel.all_gather(output) if self._gathers else output
+
+
+class ReplicatedLinear(ParallelLinear):
+    """A projection that every rank computes whole, for results that all of them need and that are small."""
+
+    def __init__(
+        self, name: str, factory: LinearFactory, input_size: int, output_size: int, *, bias: bool = False
+    ) -> None:
+        parts = {"weight": OutputPart(output_size, 0, output_size)}
+        super().__init__(name, factory, input_total=input_size, input_length=input_size, parts=parts, bias=bias)
 
 
 class QKVParallelLinear(ParallelLinear):

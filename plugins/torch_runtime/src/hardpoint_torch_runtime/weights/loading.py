@@ -74,7 +74,7 @@ def load_weights(
     Problems(plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule).raise_if_any(info.artifact)
     for module in _module(model).modules():
         if isinstance(module, ParallelLinear):
-            module.method.process_after_loading(module)
+            module.finish_loading()
     seconds = time.perf_counter() - started
     return WeightReport(progress.num_tensors, progress.num_bytes, seconds, tuple(progress.ignored))
 
