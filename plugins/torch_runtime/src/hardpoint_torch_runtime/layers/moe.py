@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hardpoint_torch_runtime.forward_context import get_forward_context, has_forward_context
 from hardpoint_torch_runtime.layers.linear import LinearFactory, MergedColumnParallelLinear, RowParallelLinear
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
+from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = ["ExpertMLP", "MixtureOfExperts", "MixtureSizes", "RoutedExperts"]
 
@@ -54,14 +56,20 @@ class RoutedExperts(torch.nn.ModuleList):
     """(hidden [T, C], weights float32 [T, K], chosen int64 [T, K]) to the weighted sum [T, C], on this rank's part.
 
     The plain implementation: each block once for every expert that any token chose, over all of its tokens. A token's
-    results are put side by side before they are summed, so that the order of the sum is the token's own.
+    results are put side by side before they are summed, so that the order of the sum is the token's own. Tokens in
+    ``skipped`` (bool [T]) pass no expert and yield zeros.
     """
 
-    def forward(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, skipped: torch.Tensor | None = None
+    ) -> torch.Tensor:
         num_tokens, num_chosen = chosen.shape
+        if skipped is not None:
+            # Sorted behind all experts, where nobody computes them.
+            chosen = chosen.masked_fill(skipped.unsqueeze(1), len(self))
         by_expert = chosen.flatten()
         order = by_expert.argsort(stable=True)
-        counts = torch.bincount(by_expert, minlength=len(self)).tolist()
+        counts = torch.bincount(by_expert, minlength=len(self)).tolist()[: len(self)]
         # Neighbors in ``order`` share an expert; pair number p belongs to token p // K.
         grouped = hidden[order // num_chosen]
         outputs = torch.empty_like(grouped)
@@ -70,6 +78,7 @@ class RoutedExperts(torch.nn.ModuleList):
             if count:
                 outputs[begin : begin + count] = expert(grouped[begin : begin + count])
             begin += count
+        outputs[begin:] = 0
         per_choice = torch.empty_like(outputs)
         per_choice[order] = outputs
         # In the weights' float32: K results of a narrow dtype are rounded once, after they are summed.
@@ -77,8 +86,11 @@ class RoutedExperts(torch.nn.ModuleList):
         return combined.squeeze(1).to(hidden.dtype)
 
 
-class MixtureOfExperts(torch.nn.Module):
-    """[T, C] to [T, C]: a router, its experts, and perhaps shared experts that every token passes too."""
+class MixtureOfExperts(UncompiledLayer):
+    """[T, C] to [T, C]: a router, its experts, and perhaps shared experts that every token passes too.
+
+    Routed experts skip tokens that the forward context marks as padding; what padding yields is undefined.
+    """
 
     def __init__(
         self,
@@ -104,7 +116,16 @@ class MixtureOfExperts(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(hidden)
-        output = self.experts(hidden, weights, chosen)
+        output = self.experts(hidden, weights, chosen, self._padding())
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden)
         return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
+
+    def _padding(self) -> torch.Tensor | None:
+        """Takes this layer's turn, where turns are kept, and says which tokens are padding."""
+        if not has_forward_context():
+            return None
+        context = get_forward_context()
+        if context.moe_turns is not None:
+            context.moe_turns.take(self.name)
+        return context.padding_mask
