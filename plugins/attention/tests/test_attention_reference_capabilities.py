@@ -38,6 +38,7 @@ FEATURES: list[dict[str, Any]] = [
     {"logits_soft_cap": 30.0},
     {"uses_sinks": True},
     {"uses_alibi": True},
+    {"uses_mla": True, "num_kv_heads": 1},
 ]
 ACCEPTED = [
     {"dtype": dtype, "kv_cache_dtype": stored, "head_size": head_size, "device": device, **feature}
@@ -59,7 +60,8 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "float8_e4m3fn"}, "KV cache dtype float8_e4m3fn"),
         ({"kind": AttentionKind.ENCODER_DECODER}, "encoder_decoder"),
         ({"num_heads": 5}, "5 query heads"),
-        ({"uses_mla": True}, "MLA"),
+        ({"uses_mla": True}, "MLA) has one latent that all heads share, not 2"),
+        ({"uses_mla": True, "num_kv_heads": 1, "kind": AttentionKind.ENCODER_ONLY}, "MLA) reads a cache"),
         ({"batch_invariant": True}, "batch-invariant"),
         ({"uses_alibi": True, "kind": AttentionKind.ENCODER_ONLY}, "ALiBi"),
     ],

@@ -28,6 +28,22 @@ shapes = st.builds(
     cap=st.sampled_from([None, None, 3.0]),
 )
 
+latent_shapes = st.builds(
+    lambda heads, size, rotated, block, window: AttentionShape(
+        num_heads=heads,
+        num_kv_heads=1,
+        head_size=size + rotated,
+        latent_values=size,
+        block_size=block,
+        sliding_window=window,
+    ),
+    heads=st.integers(1, 5),
+    size=st.integers(1, 20),
+    rotated=st.sampled_from([0, 2, 6]),
+    block=st.sampled_from([1, 3, 4, 16]),
+    window=st.sampled_from([None, None, 5]),
+)
+
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-5, atol=2e-5)
@@ -41,8 +57,18 @@ def test_any_batch_equals_the_dense_answer(shape: AttentionShape, batch: list[tu
     assert_equal(run_backend(BACKEND, problem), dense_attention(problem)[0])
 
 
+@settings(max_examples=40, deadline=None)
+@given(shape=latent_shapes, batch=rows, seed=st.integers(0, 1000), padding=st.integers(0, 3))
+def test_any_batch_of_latents_equals_the_dense_answer(
+    shape: AttentionShape, batch: list[tuple[int, int]], seed: int, padding: int
+) -> None:
+    """R5.47 for keys that hold the values (MLA), over block tables in random order and any sizes."""
+    problem = make_problem(shape, batch, seed)
+    assert_equal(run_backend(BACKEND, problem.permuted(seed).padded(padding)), dense_attention(problem)[0])
+
+
 @settings(max_examples=30, deadline=None)
-@given(shape=shapes, batch=rows, seed=st.integers(0, 1000), padding=st.integers(0, 9))
+@given(shape=st.one_of(shapes, latent_shapes), batch=rows, seed=st.integers(0, 1000), padding=st.integers(0, 9))
 def test_blocks_and_padding_do_not_matter(
     shape: AttentionShape, batch: list[tuple[int, int]], seed: int, padding: int
 ) -> None:
@@ -74,7 +100,7 @@ def test_the_order_of_rows_does_not_matter(
 
 
 @settings(max_examples=30, deadline=None)
-@given(shape=shapes, length=st.integers(2, 60), seed=st.integers(0, 1000), data=st.data())
+@given(shape=st.one_of(shapes, latent_shapes), length=st.integers(2, 60), seed=st.integers(0, 1000), data=st.data())
 def test_any_chunking_equals_one_prefill(shape: AttentionShape, length: int, seed: int, data: st.DataObject) -> None:
     """I5.2: the same prompt in any split."""
     whole = make_problem(shape, [(0, length)], seed)
@@ -131,6 +157,9 @@ def test_the_cache_may_be_narrower_than_the_computation() -> None:
     problem = make_problem(AttentionShape(), [(9, 1), (3, 20), (0, 30)])
     output = run_backend(BACKEND, problem, problem.kv_cache().bfloat16())
     torch.testing.assert_close(output.double(), dense_attention(problem)[0], rtol=3e-2, atol=3e-2)
+    latent = make_problem(AttentionShape(num_kv_heads=1, latent_values=10), [(9, 1), (3, 20), (0, 30)])
+    output = run_backend(BACKEND, latent, latent.kv_cache().bfloat16())
+    torch.testing.assert_close(output.double(), dense_attention(latent)[0], rtol=3e-2, atol=3e-2)
 
 
 def test_lengths_come_from_the_device_when_the_host_has_bounds_only() -> None:

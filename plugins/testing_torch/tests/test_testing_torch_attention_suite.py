@@ -59,7 +59,7 @@ class WindowOffByOne(PlainAttention):
 class StaleTail(PlainAttention):
     """Reads one entry that belongs to nobody."""
 
-    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
         metadata.seq_lens_cpu = metadata.seq_lens_cpu + 1
         return super().stored(cache, metadata, row)
 
@@ -84,6 +84,20 @@ class NotCausal(PlainAttention):
         return super().attend(query, keys, values, False)
 
 
+class KeepsValuesOfLatents(PlainAttention):
+    """Makes room for values beside keys, as everywhere else."""
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        super().write_kv(torch.cat((key, value), dim=-1)[..., -key.shape[-1] :], value, kv_cache, slot_mapping)
+
+
+class LastEntriesOfLatents(PlainAttention):
+    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
+        return super().stored(cache, metadata, row).flip(-1)
+
+
 class NoSinks(PlainAttention):
     def __init__(self, params: AttentionLayerParams) -> None:
         super().__init__(replace(params, sinks=None))
@@ -97,6 +111,8 @@ KERNEL_FAULTS = {
     WritesPadding: "test_writing_touches_exactly_the_addressed_slots",
     NotCausal: "test_equals_the_dense_answer",
     NoSinks: "test_score_features",
+    KeepsValuesOfLatents: "test_writing_latents_touches_exactly_the_addressed_slots",
+    LastEntriesOfLatents: "test_latents",
 }
 
 

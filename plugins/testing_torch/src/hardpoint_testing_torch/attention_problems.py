@@ -1,6 +1,7 @@
 """Random paged-attention problems and their float64 answer.
 
-Legend: R rows, T tokens of the step, H query heads, K KV heads, D head size, B block size, N cache blocks.
+Legend: R rows, T tokens of the step, H query heads, K KV heads, D head size, V size of a head's values (D but for
+latents), B block size, N cache blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hardpoint.interfaces.attention import (
     AttentionNeed,
     CommonAttentionMetadata,
 )
-from hardpoint.interfaces.kv_cache import FullAttentionSpec
+from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec, MLASpec
 from hardpoint.interfaces.platform import DeviceDescription
 
 __all__ = ["AttentionProblem", "AttentionShape", "dense_attention", "make_problem", "run_backend"]
@@ -28,7 +29,11 @@ LAYER = "layer"
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The layer's side of a problem. ``rows`` of the problem are (context, query) token counts."""
+    """The layer's side of a problem. ``rows`` of the problem are (context, query) token counts.
+
+    ``latent_values``: a latent layer (MLA); keys are all that is cached, and values their first ``latent_values``
+    entries. It has one KV head.
+    """
 
     num_heads: int = 6
     num_kv_heads: int = 2
@@ -41,6 +46,11 @@ class AttentionShape:
     causal: bool = True
     kind: AttentionKind = AttentionKind.DECODER
     dtype: torch.dtype = torch.float32
+    latent_values: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.latent_values is None else self.latent_values
 
     def need(self, device: DeviceDescription | None = None) -> AttentionNeed:
         """The same as a question to a backend."""
@@ -58,13 +68,14 @@ class AttentionShape:
             logits_soft_cap=self.logits_soft_cap,
             uses_alibi=self.uses_alibi,
             uses_sinks=self.uses_sinks,
+            uses_mla=self.latent_values is not None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """One step. ``key`` and ``value`` are the new tokens' [T, K, D]; ``history`` holds what the cache must contain
-    before: per row, keys and values [context, K, D]. Cache entries nobody owns are NaN."""
+    """One step. ``key`` [T, K, D] and ``value`` [T, K, V] are the new tokens'; ``history`` holds what the cache must
+    contain before: per row, keys and values, with ``context`` in place of T. Cache entries nobody owns are NaN."""
 
     shape: AttentionShape
     rows: tuple[tuple[int, int], ...]
@@ -99,7 +110,8 @@ class AttentionProblem:
 
     def spec(self) -> FullAttentionSpec:
         shape = self.shape
-        return FullAttentionSpec(
+        kind = FullAttentionSpec if shape.latent_values is None else MLASpec
+        return kind(
             block_size=shape.block_size,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -119,15 +131,24 @@ class AttentionProblem:
         return torch.cat([*real, torch.full((self.num_padding,), -1)])
 
     def kv_cache(self) -> torch.Tensor:
-        """[N, K, B, 2 D] with the history in place and NaN everywhere else."""
+        """[N, K, B, D + V], or [N, 1, B, D] of latents, with the history in place and NaN everywhere else."""
         shape = self.shape
-        size = (self.num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
+        width = self.cached(self.key, self.value).shape[-1]
+        size = (self.num_blocks, shape.num_kv_heads, shape.block_size, width)
         cache = torch.full(size, torch.nan, dtype=shape.dtype)
         for row, (keys, values) in enumerate(self.history):
             slots = self.slots(row, 0, keys.shape[0])
-            states = torch.cat((keys, values), dim=-1)
+            states = self.cached(keys, values)
             cache.transpose(1, 2)[slots // shape.block_size, slots % shape.block_size] = states
         return cache
+
+    def cached(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What the cache holds of tokens."""
+        return keys if self.shape.latent_values is not None else torch.cat((keys, values), dim=-1)
+
+    def empty_output(self) -> torch.Tensor:
+        """NaN [T, H, V], padding included."""
+        return torch.full((*self.query.shape[:2], self.shape.value_size), torch.nan, dtype=self.query.dtype)
 
     def common(self) -> CommonAttentionMetadata:
         starts = np.concatenate(([0], np.cumsum([query for _, query in self.rows]))).astype(np.int32)
@@ -188,6 +209,12 @@ class _Source:
     def normal(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.generator).to(self.dtype)
 
+    def keys_values(self, shape: AttentionShape, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self.normal(tokens, shape.num_kv_heads, shape.head_size)
+        if shape.latent_values is not None:
+            return keys, keys[..., : shape.latent_values]
+        return keys, self.normal(tokens, shape.num_kv_heads, shape.head_size)
+
 
 def make_problem(
     shape: AttentionShape, rows: Sequence[tuple[int, int]], seed: int = 0, spare_blocks: int = 3
@@ -204,15 +231,16 @@ def make_problem(
         table[row, :count] = ids[used : used + count].int()
         used += count
     tokens = sum(query for _, query in rows)
-    kv_shape = (shape.num_kv_heads, shape.head_size)
-    history = tuple((source.normal(context, *kv_shape), source.normal(context, *kv_shape)) for context, _ in rows)
+    history = tuple(source.keys_values(shape, context) for context, _ in rows)
     slopes = tuple(2.0 ** -(1 + head) for head in range(shape.num_heads)) if shape.uses_alibi else None
+    query = source.normal(tokens, shape.num_heads, shape.head_size)
+    key, value = source.keys_values(shape, tokens)
     return AttentionProblem(
         shape=shape,
         rows=tuple(rows),
-        query=source.normal(tokens, shape.num_heads, shape.head_size),
-        key=source.normal(tokens, *kv_shape),
-        value=source.normal(tokens, *kv_shape),
+        query=query,
+        key=key,
+        value=value,
         history=history,
         block_table=table,
         num_blocks=num_blocks,
@@ -222,7 +250,7 @@ def make_problem(
 
 
 def dense_attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer in float64: output [T, H, D] and log-sum-exp [T, H]. One row, one mask at a time; no paging."""
+    """The answer in float64: output [T, H, V] and log-sum-exp [T, H]. One row, one mask at a time; no paging."""
     outputs, lses = [], []
     begin = 0
     for (context, length), (old_keys, old_values) in zip(problem.rows, problem.history, strict=True):
@@ -267,7 +295,7 @@ def _dense_row(
 def run_backend(
     backend: AttentionBackend, problem: AttentionProblem, cache: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What ``backend`` makes of the problem: cache write, metadata, forward. Output [T, H, D] without padding."""
+    """What ``backend`` makes of the problem: cache write, metadata, forward. Output [T, H, V] without padding."""
     common = problem.common()
     impl = backend.create_impl(problem.params())
     tokens = problem.query.shape[0]
@@ -276,6 +304,6 @@ def run_backend(
         cache = problem.kv_cache() if cache is None else cache
         if backend.kv_write_mode.value == "separate":
             impl.write_kv(problem.key, problem.value, cache, common.slot_mapping)
-    output = torch.full_like(problem.query, torch.nan)
+    output = problem.empty_output()
     impl.forward(problem.query, problem.key, problem.value, cache, builder.build(common), output)
     return output[: problem.num_tokens]

@@ -66,12 +66,13 @@ class AttentionBackendSuite(PluginSuite):
     """The contract of :class:`~hardpoint.interfaces.attention.AttentionBackend`.
 
     Set ``plugin`` to the name of an installed backend, or override the fixture ``backend``. Tolerances are relative to
-    outputs of order one.
+    outputs of order one. ``latent_sizes`` are sizes of keys and of the values in them, for backends with latents (MLA).
     """
 
     kind: ClassVar[str] = "attention_backend"
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
     head_sizes: ClassVar[tuple[int, ...]] = (64, 80, 128)
+    latent_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((24, 16), (576, 512))
 
     def create_backend(self, ctx: WorkerContext) -> AttentionBackend:
         """The backend under test, as its factory makes it."""
@@ -148,6 +149,21 @@ class AttentionBackendSuite(PluginSuite):
         shape = _with(base, kind=AttentionKind.ENCODER_ONLY, causal=False, sliding_window=window)
         self.check(backend, make_problem(shape, [(0, 9), (0, 1), (0, 9), (0, 23)]))
 
+    @pytest.mark.parametrize("feature", [{}, {"num_heads": 1}, {"dtype": torch.bfloat16}, {"block_size": 16}], ids=str)
+    def test_latents(self, backend: AttentionBackend, base: AttentionShape, feature: dict[str, object]) -> None:
+        """R5.12: keys that all heads share, with values in them."""
+        for shape in self.latents(backend, _with(base, **feature)):
+            for rows in (MIXED, LONG):
+                self.check(backend, make_problem(shape, rows))
+
+    def latents(self, backend: AttentionBackend, base: AttentionShape) -> list[AttentionShape]:
+        """The shapes of ``latent_sizes`` that the backend accepts; skips the test where there is none."""
+        shapes = [_with(base, num_kv_heads=1, head_size=size, latent_values=part) for size, part in self.latent_sizes]
+        accepted = [shape for shape in shapes if backend.refuse(shape.need()) is None]
+        if not accepted:
+            pytest.skip(f"{backend.name}: {backend.refuse(shapes[0].need()) if shapes else 'no latent_sizes given'}")
+        return accepted
+
     def test_block_ids_do_not_matter(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """I5.1: blocks."""
         problem = make_problem(base, MIXED)
@@ -165,15 +181,26 @@ class AttentionBackendSuite(PluginSuite):
     def test_without_metadata_the_output_is_zero(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.40."""
         problem = make_problem(base, MIXED)
-        output = torch.full_like(problem.query, 7.0)
+        output = problem.empty_output().fill_(7.0)
         backend.create_impl(problem.params()).forward(problem.query, problem.key, problem.value, None, None, output)
         assert not output.any()
 
     def test_writing_touches_exactly_the_addressed_slots(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.71, R5.72: padding has no slot or a negative one, and every other byte stays."""
+        self.check_writing(backend, make_problem(base, MIXED))
+
+    def test_writing_latents_touches_exactly_the_addressed_slots(
+        self, backend: AttentionBackend, base: AttentionShape
+    ) -> None:
+        """The same, with nothing but keys to write."""
+        for shape in self.latents(backend, base):
+            self.check_writing(backend, make_problem(shape, MIXED))
+
+    def check_writing(self, backend: AttentionBackend, problem: AttentionProblem) -> None:
+        """``write_kv`` puts what is cached of each token into its slot, and nothing anywhere else."""
         if backend.kv_write_mode is not KVWriteMode.SEPARATE:
             pytest.skip(f"{backend.name} writes the cache inside forward")
-        problem = make_problem(base, MIXED).padded(3)
+        problem = problem.padded(3)
         cache = torch.full_like(problem.kv_cache(), 5.0)
         before = cache.clone()
         slots = problem.slot_mapping()[:-1]
@@ -182,7 +209,7 @@ class AttentionBackendSuite(PluginSuite):
         written = torch.zeros(cache.shape[0] * cache.shape[2], dtype=torch.bool)
         written[real] = True
         by_slot = cache.transpose(1, 2).flatten(0, 1)
-        torch.testing.assert_close(by_slot[real], torch.cat((problem.key, problem.value), dim=-1)[: len(real)])
+        torch.testing.assert_close(by_slot[real], problem.cached(problem.key, problem.value)[: len(real)])
         assert torch.equal(by_slot[~written], before.transpose(1, 2).flatten(0, 1)[~written])
 
     def test_a_small_build_after_a_large_one_is_as_if_alone(
@@ -207,17 +234,24 @@ class AttentionBackendSuite(PluginSuite):
         "feature", [{}, {"uses_sinks": True}, {"sliding_window": 5}], ids=["plain", "sinks", "window"]
     )
     def test_log_sum_exp(self, backend: AttentionBackend, base: AttentionShape, feature: dict[str, object]) -> None:
+        self._accepted(backend, _with(base, **feature))
+        self.check_log_sum_exp(backend, make_problem(_with(base, **feature), LONG))
+
+    def test_log_sum_exp_of_latents(self, backend: AttentionBackend, base: AttentionShape) -> None:
+        for shape in self.latents(backend, base):
+            self.check_log_sum_exp(backend, make_problem(shape, LONG))
+
+    def check_log_sum_exp(self, backend: AttentionBackend, problem: AttentionProblem) -> None:
+        """Output and log-sum-exp equal the dense answers, all keys being in the cache."""
         if not backend.returns_lse:
             pytest.skip(f"{backend.name} declares no log-sum-exp")
-        problem = make_problem(_with(base, **feature), LONG)
-        self._accepted(backend, problem.shape)
         cache, impl = problem.kv_cache(), backend.create_impl(problem.params())
         impl.write_kv(problem.key, problem.value, cache, problem.slot_mapping())
         builder = backend.create_builder(problem.spec(), [LAYER], 8, 256, torch.device("cpu"))
-        output = torch.full_like(problem.query, torch.nan)
+        output = problem.empty_output()
         output, lse = impl.forward_with_lse(problem.query, cache, builder.build(problem.common()), output)
         expected, expected_lse = dense_attention(problem)
-        tolerance = self.tolerance[base.dtype]
+        tolerance = self.tolerance[problem.shape.dtype]
         torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
 
@@ -238,7 +272,7 @@ class AttentionBackendSuite(PluginSuite):
         cache = problem.kv_cache()
         run_backend(backend, problem, cache)
         by_slot = cache.transpose(1, 2).flatten(0, 1)
-        torch.testing.assert_close(by_slot[problem.slot_mapping()], torch.cat((problem.key, problem.value), dim=-1))
+        torch.testing.assert_close(by_slot[problem.slot_mapping()], problem.cached(problem.key, problem.value))
 
     def test_every_block_size_it_takes_is_computed(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.15: all exact sizes of its rule, and the first multiples."""
@@ -272,6 +306,7 @@ class AttentionBackendSuite(PluginSuite):
             "kinds": [
                 str(kind) for kind in AttentionKind if self.reason(backend, replace(base.need(), kind=kind)) is None
             ],
+            "mla": self.reason(backend, replace(base.need(), num_kv_heads=1, uses_mla=True)) is None,
         }
         for key in answers.keys() & declared.keys():
             stated = sorted(declared[key]) if key == "kinds" else declared[key]

@@ -58,19 +58,17 @@ class PlainAttention(AttentionImpl):
             if kv_cache is None:
                 keys, values = key[step], value[step]
             else:
-                keys, values = self.stored(kv_cache, metadata, row, value.shape[-1])
+                states, size = self.stored(kv_cache, metadata, row), self.params.head_size
+                is_latent = states.shape[-1] == size
+                keys, values = states[..., :size], states[..., : value.shape[-1]] if is_latent else states[..., size:]
             output[step] = self.attend(query[step].float(), keys.float(), values.float(), metadata.causal)
         return output
 
-    def stored(
-        self, cache: torch.Tensor, metadata: Any, row: int, value_size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [k, K, D] and values [k, K, V] of everything the row may see."""
+    def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
+        """Keys and values [k, K, D + V], or latents [k, 1, D], of everything the row may see."""
         length = int(metadata.seq_lens_cpu[row])
         blocks = metadata.block_table[row, : -(-length // metadata.block_size)].long()
-        states = cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
-        size = self.params.head_size
-        return states[..., :size], states[..., size:] if states.shape[-1] > size else states[..., :value_size]
+        return cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
         """[q, H, V] of one row whose queries are the last of its tokens."""
