@@ -20,6 +20,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 2.0],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 64,
+}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 3.0},
@@ -65,7 +71,7 @@ def test_settings_per_layer_type() -> None:
     assert RopeParameters.from_config(config, "sliding_attention").theta == 1e4
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "no-such-type"])
+@pytest.mark.parametrize("rope_type", ["axial", "no-such-type"])
 def test_an_unsupported_type_is_named(rope_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"rope_type '{rope_type}'.*supported: default, linear"):
         RopeParameters.from_config({"rope_scaling": {"rope_type": rope_type, "factor": 2.0}})
@@ -83,6 +89,13 @@ def test_an_unsupported_type_is_named(rope_type: str) -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: 0.0 is not positive"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor: 4.0 is not above"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: 1\.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "original_max_position_embeddings: None is no length"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope'.*needs 'short_factor'"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "'long_factor'.*2.0; a list is needed"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2"]}}, "'long_factor'.*'2'; a number is needed"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0]}}, "short_factor: 0.0 is not positive"),
+        ({"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}}, "1 is no length"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, r"mrope_section: \[4, 4\] are not 3 counts"),
     ],
     ids=str,
 )

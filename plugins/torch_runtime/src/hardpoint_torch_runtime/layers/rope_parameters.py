@@ -11,13 +11,26 @@ from hardpoint.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["RopeParameters"]
 
-SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn")
-STRETCHING_TYPES = ("llama3", "yarn")
+SUPPORTED_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+STRETCHING_TYPES = ("dynamic", "llama3", "yarn", "longrope")
+OTHER_NAMES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
+"""Older names; what makes a rotation multidimensional is its sections."""
+NUM_AXES = 3
+"""Positions of a token in an image or video: time, height and width."""
+MIN_TRAINED = 2
+"""Tokens; the logarithm of the trained context is a divisor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """``rope_type`` and the fields its frequencies depend on. Lengths in tokens; ``factor`` stretches the context."""
+    """``rope_type`` and the fields its frequencies depend on. Lengths in tokens; ``factor`` stretches the context.
+
+    Attributes:
+        short_factors, long_factors: of ``longrope``, a divisor per pair, for contexts up to the trained one and above.
+        sections: how many pairs turn by each of a token's positions (time, height, width), or empty where a token has
+            one position.
+        sections_alternate: pairs go to the positions in turns, not in blocks.
+    """
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -32,6 +45,10 @@ class RopeParameters:
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
+    sections_alternate: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> RopeParameters:
@@ -42,19 +59,23 @@ class RopeParameters:
         """
         given = _settings(config, layer_type)
         rope_type = given.get("rope_type", given.get("type", "default"))
+        rope_type = OTHER_NAMES.get(rope_type, rope_type)
         if rope_type not in SUPPORTED_TYPES:
             raise UnsupportedModelError(
                 f"rope_type {rope_type!r} in the model's config.json is not supported; supported: "
                 f"{', '.join(SUPPORTED_TYPES)}"
             )
-        if rope_type != "default" and "factor" not in given:
-            raise ModelFormatError(f"rope_type {rope_type!r} in the model's config.json needs 'factor'")
+        required = {"default": (), "longrope": ("short_factor", "long_factor")}.get(rope_type, ("factor",))
+        missing = [name for name in required if given.get(name) is None]
+        if missing:
+            raise ModelFormatError(f"rope_type {rope_type!r} in the model's config.json needs {missing[0]!r}")
         defaults = cls()
+        original = _original_length(given, config, rope_type)
         rope = cls(
             theta=_number(given, "rope_theta", _number(config, "rope_theta", defaults.theta)),
             rope_type=rope_type,
-            factor=_number(given, "factor", 1.0),
-            original_max_position=_original_length(given, config, rope_type),
+            factor=_number(given, "factor", _stretch(config, original) if rope_type == "longrope" else 1.0),
+            original_max_position=original,
             low_freq_factor=_number(given, "low_freq_factor", defaults.low_freq_factor),
             high_freq_factor=_number(given, "high_freq_factor", defaults.high_freq_factor),
             beta_fast=_number(given, "beta_fast", defaults.beta_fast),
@@ -66,6 +87,10 @@ class RopeParameters:
             partial_factor=_number(
                 given, "partial_rotary_factor", _number(config, "partial_rotary_factor", defaults.partial_factor)
             ),
+            short_factors=_numbers(given, "short_factor") if rope_type == "longrope" else (),
+            long_factors=_numbers(given, "long_factor") if rope_type == "longrope" else (),
+            sections=tuple(map(int, _numbers(given, "mrope_section"))),
+            sections_alternate=bool(given.get("mrope_interleaved", False)),
         )
         rope.check()
         return rope
@@ -89,8 +114,13 @@ class RopeParameters:
             if self.high_freq_factor > self.low_freq_factor
             else f"{self.high_freq_factor} is not above low_freq_factor={self.low_freq_factor}",
             "original_max_position_embeddings": None
-            if self.rope_type not in STRETCHING_TYPES or (self.original_max_position or 0) > 0
+            if self.rope_type not in STRETCHING_TYPES or (self.original_max_position or 0) >= MIN_TRAINED
             else f"{self.original_max_position} is no length, and rope_type {self.rope_type!r} needs one",
+            "short_factor": _fault_of_divisors(self.short_factors),
+            "long_factor": _fault_of_divisors(self.long_factors),
+            "mrope_section": None
+            if not self.sections or (len(self.sections) == NUM_AXES and min(self.sections) >= 0)
+            else f"{list(self.sections)} are not {NUM_AXES} counts",
         }
         found = [f"{name}: {fault}" for name, fault in faults.items() if fault]
         if found:
@@ -107,14 +137,37 @@ def _settings(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str,
 
 
 def _original_length(given: Mapping[str, Any], config: Mapping[str, Any], rope_type: str) -> int | None:
-    """The trained context; stretched models that do not state it were trained on the configured one."""
+    """The trained context; stretched models that do not state it were trained on the configured one.
+
+    For ``dynamic`` that is the only one: its configured context is the one that it was trained on.
+    """
     name = "original_max_position_embeddings"
-    length = _optional(given, name)
-    if length is None:
-        length = _optional(config, name)
+    length = None
+    if rope_type != "dynamic":
+        length = _optional(given, name)
+        length = _optional(config, name) if length is None else length
     if length is None and rope_type in STRETCHING_TYPES:
         length = _optional(config, "max_position_embeddings")
     return None if length is None else int(length)
+
+
+def _stretch(config: Mapping[str, Any], original: int | None) -> float:
+    """How much longer the configured context is than the trained one."""
+    configured = _optional(config, "max_position_embeddings")
+    return 1.0 if configured is None or not original else configured / original
+
+
+def _fault_of_divisors(factors: tuple[float, ...]) -> str | None:
+    return None if all(factor > 0 for factor in factors) else f"{min(factors)} is not positive"
+
+
+def _numbers(fields: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    values = fields.get(name)
+    if values is None:
+        return ()
+    if not isinstance(values, list | tuple):
+        raise ModelFormatError(f"field {name!r} in the model's config.json is {values!r}; a list is needed")
+    return tuple(_number({name: value}, name, math.nan) for value in values)
 
 
 def _optional(fields: Mapping[str, Any], name: str) -> float | None:
