@@ -111,13 +111,13 @@ class Instance:
         settings |= {"max_num_seqs": MAX_SEQS, "num_kv_blocks": 201, "block_size": BLOCK}
         self.launch: Launch = launch_model("smollm2", settings, ROLES)
         spec, runtime = self.launch.spec, self.launch.runtime
-        fields: dict[str, Any] = {"worker": spec.worker, "config": spec.worker_config, "plan": spec.plan}
+        fields: dict[str, Any] = {"worker": "torch", "config": spec.worker_config, "plan": spec.plan}
         self.executor: Executor = runtime.make("executor", "uniproc", ExecutorContext, **fields)
         self.executor.collective_rpc("init_device")
         self.executor.collective_rpc("load_model")
         self.kv_cache: KVCacheConfig = _plan_kv_cache(spec, runtime, self.executor)
         self.executor.initialize_kv_cache(self.kv_cache)
-        tokenizer = runtime.make("tokenizer", spec.tokenizer).load(spec.model.artifact)
+        tokenizer = runtime.make_selected("tokenizer").load(spec.model.artifact)
         self.prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
 
     def scheduler(self, case: Case) -> Scheduler:

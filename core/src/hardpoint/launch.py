@@ -131,11 +131,9 @@ def prepare(
     tokenizer = _find_tokenizer(runtime, artifact)
     settings = _settle(runtime, engine, info)
     _logger.info("model %s: %s, %s, read by %s", artifact.name, info.architecture, artifact.root, loader)
-    plan = msgspec.structs.replace(_final_plan(runtime.plan, settings, loader), tasks=info.tasks)
     io_processor = str(engine.model.io_processor or info.config.get("io_processor_plugin") or "")
-    if io_processor:
-        plan = plan.choose("io_processor", io_processor, SelectedBy.NAMED, "named by the operator or by the model")
-    runtime.plan = plan
+    plan = _final_plan(runtime.plan, settings, loader, tokenizer, io_processor)
+    runtime.plan = plan = msgspec.structs.replace(plan, tasks=info.tasks)
     for planned in plan.plugins:
         if planned.active:
             _logger.debug("plugin %s: %s", planned.label, planned.reason)
@@ -144,11 +142,6 @@ def prepare(
     spec = EngineSpec(
         model_name=name,
         plan=plan.to_bytes(),
-        worker=settings.worker or "",
-        kv_layout=engine.cache.kv_layout,
-        tokenizer=tokenizer,
-        chat_renderer=engine.model.chat_renderer,
-        hash_algorithm=engine.cache.hash_algorithm,
         model=info,
         worker_config=_worker_config(engine, settings, info, limits, runtime, environ, show_progress),
         limits=limits,
@@ -161,7 +154,6 @@ def prepare(
         num_blocks=engine.cache.num_kv_blocks,
         hybrid_kv_cache=engine.cache.hybrid_kv_cache,
         block_size_rules=_block_size_rules(runtime, runtime.platform, settings),  # type: ignore[arg-type]
-        io_processor=io_processor or None,
         chat_template=_read_template(engine.model.chat_template_file),
         runtime_dir=runtime_dir,
         log_level=config.log_level,
@@ -222,7 +214,9 @@ def _unreadable(
 
 def _flat(engine: EngineConfig) -> dict[str, Any]:
     """Settings by name; records made of them take those that they have a field for."""
-    return {**engine.execution.model_dump(), **engine.scheduler.model_dump(), **engine.cache.model_dump()}
+    execution = engine.execution.model_dump()
+    execution["world_size"] = execution["tensor_parallel_size"] * execution["pipeline_parallel_size"]
+    return {**execution, **engine.scheduler.model_dump(), **engine.cache.model_dump()}
 
 
 def _settle(runtime: PluginRuntime, engine: EngineConfig, info: ModelInfo) -> EngineSettings:
@@ -288,11 +282,18 @@ def require_capabilities(plan: PluginPlan, limits: SchedulerLimits) -> None:
         raise ConfigError(f"{scheduler.label} {fault} or change --scheduler")
 
 
-def _final_plan(plan: PluginPlan, settings: EngineSettings, loader: str) -> PluginPlan:
-    plan = plan.choose("worker", settings.worker or "", SelectedBy.DEFAULT, "the platform's worker")
-    plan = plan.choose("weight_loader", loader, SelectedBy.DEFAULT, "accepts the model's files")
-    if settings.executor is not None:
-        plan = plan.choose("executor", settings.executor, SelectedBy.DEFAULT, "the platform's or the operator's choice")
+def _final_plan(
+    plan: PluginPlan, settings: EngineSettings, loader: str, tokenizer: str, io_processor: str
+) -> PluginPlan:
+    for kind, name, reason in (
+        ("worker", settings.worker, "the platform's worker"),
+        ("weight_loader", loader, "accepts the model's files"),
+        ("tokenizer", tokenizer, "accepts the model's files"),
+        ("executor", settings.executor, "the platform's or the operator's choice"),
+        ("io_processor", io_processor, "named by the operator or by the model"),
+    ):
+        if name:
+            plan = plan.choose(kind, name, SelectedBy.DEFAULT, reason)
     return plan
 
 
@@ -322,12 +323,11 @@ def _worker_config(
     show_progress: bool,
 ) -> WorkerConfig:
     platform: Platform = runtime.platform  # type: ignore[assignment]
-    world_size = engine.execution.world_size
     settled = {**_flat(engine), **msgspec.structs.asdict(settings), **msgspec.structs.asdict(limits)}
     own = {
         "model": info,
-        "threads": platform.thread_plan(world_size, environ),
-        "parallel": ParallelSlice(world_size=world_size),
+        "threads": platform.thread_plan(settings.world_size, environ),
+        "parallel": msgspec.convert(settled, ParallelSlice),
         "quantization": engine.model.quantization,
         "show_progress": show_progress,
     }

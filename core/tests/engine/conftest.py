@@ -29,7 +29,7 @@ from hardpoint.plugins.selection import PluginSelection
 from hardpoint.roles import ProcessRole
 
 FAKES = Path(__file__).parents[1] / "_fake_dist"
-KINDS = ("platform", "executor", "worker", "scheduler", "kv_layout", "tokenizer", "model_source", "weight_loader")
+KINDS = ("platform", "executor", "worker", "scheduler", "kv_layout", "tokenizer", "chat_renderer", "weight_loader")
 MAX_MODEL_LEN = 128
 VOCAB_SIZE = 130
 
@@ -43,7 +43,8 @@ def _fakes_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fake_plan() -> PluginPlan:
-    return build_plan(discover([str(FAKES)]), PluginSelection(choices=dict.fromkeys(KINDS, "fake")))
+    choices = {**dict.fromkeys(KINDS, "fake"), "hash": "sha256"}
+    return build_plan(discover([str(FAKES)]), PluginSelection(choices=choices))
 
 
 @pytest.fixture
@@ -65,11 +66,6 @@ def make_spec(fake_plan: PluginPlan) -> Callable[..., EngineSpec]:
         spec = EngineSpec(
             model_name="fake",
             plan=fake_plan.to_bytes(),
-            worker="fake",
-            kv_layout="fake",
-            tokenizer="fake",
-            chat_renderer="fake",
-            hash_algorithm="sha256",
             model=info,
             worker_config=WorkerConfig(
                 model=info,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hardpoint.config import AppConfig, EngineConfig
@@ -15,10 +16,13 @@ from hardpoint.engine.build import build_engine
 from hardpoint.engine.frontend import Frontend
 from hardpoint.engine.io_tasks import process_task, start_task
 from hardpoint.engine.llm import LLM
+from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import EngineDeadError, InvalidRequestError, PluginNotFoundError
 from hardpoint.interfaces import IOProcessor, IORequest, ModelLimits, Prompt, RequestOutput, SamplingParams
 from hardpoint.launch import Launch, prepare
+from hardpoint.plugins.plan import SelectedBy
 from hardpoint.plugins.report import PluginState
+from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import FakeEngineClient, next_token
 
@@ -71,7 +75,6 @@ def launch(script: dict[str, Any] | None = None, **settings: Any) -> Launch:
 def test_neither_argument_nor_model_names_one_so_none_is_loaded() -> None:
     """R12.44, R12.45."""
     started = launch()
-    assert started.spec.io_processor is None
     assert Frontend.from_spec(started.spec, started.runtime).io_processor is None
     (status,) = [row for row in started.runtime.report().plugins if (row.kind, row.name) == ("io_processor", "fake")]
     assert status.state is PluginState.ALLOWED, "nobody asked for it, so nothing was imported"
@@ -87,7 +90,6 @@ def asked_for(name: str) -> Any:
 def test_the_argument_or_else_the_model_names_it(script: dict[str, Any], settings: dict[str, Any]) -> None:
     """R12.44, R12.47: created once, with what the model is."""
     started = launch(script, **settings)
-    assert started.spec.io_processor == "fake"
     planned = started.runtime.plan.find("io_processor", "fake")
     assert planned.active
     frontend = Frontend.from_spec(started.spec, started.runtime)
@@ -100,7 +102,8 @@ def test_the_argument_or_else_the_model_names_it(script: dict[str, Any], setting
 
 def test_the_argument_wins_over_the_model() -> None:
     """R12.44: the model's own wish, which nobody installed, is not even looked for."""
-    assert launch({"io_processor_plugin": "of-somebody"}, io_processor="fake").spec.io_processor == "fake"
+    started = launch({"io_processor_plugin": "of-somebody"}, io_processor="fake")
+    assert started.runtime.plan.selected("io_processor").name == "fake"
 
 
 @asked_for("fak")
@@ -125,8 +128,13 @@ def test_a_field_of_another_type_is_an_error_like_a_wrong_name() -> None:
         launch({"io_processor_plugin": ["fake"]})
 
 
+def with_processor(spec: EngineSpec, runtime: PluginRuntime) -> tuple[EngineSpec, PluginRuntime]:
+    runtime.plan = runtime.plan.choose("io_processor", "fake", SelectedBy.NAMED, "the test's wish")
+    return msgspec.structs.replace(spec, plan=runtime.plan.to_bytes()), runtime
+
+
 def test_a_task_runs_offline(make_spec: Callable[..., Any], make_runtime: Callable[..., Any]) -> None:
-    spec, runtime = make_spec(io_processor="fake"), make_runtime()
+    spec, runtime = with_processor(make_spec(), make_runtime())
     with LLM.from_parts(build_engine(spec, runtime), Frontend.from_spec(spec, runtime)) as llm:
         answer = llm.process({"words": ["hello", "you"], "max_tokens": 3})
         ids = {word: expected(llm.tokenizer.encode(word), 3) for word in ("hello", "you")}
@@ -148,7 +156,7 @@ def test_without_a_processor_a_task_is_refused(make_spec: Callable[..., Any], ma
 async def test_tasks_run_over_an_engine_process(
     make_spec: Callable[..., Any], make_runtime: Callable[..., Any]
 ) -> None:
-    llm = await AsyncLLM.start(make_spec(io_processor="fake"), make_runtime(ProcessRole.API))
+    llm = await AsyncLLM.start(*with_processor(make_spec(), make_runtime(ProcessRole.API)))
     async with llm:
         tasks = [llm.process({"words": [f"w{n}", "x"], "max_tokens": 6}) for n in range(5)]
         for number, answer in enumerate(await asyncio.gather(*tasks)):

@@ -24,8 +24,8 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     """
     started = time.monotonic()
     fields = {"config": spec.worker_config, "plan": spec.plan, "runtime_dir": spec.runtime_dir}
-    name = runtime.plan.selected("executor").name
-    executor: Executor = runtime.make("executor", name, ExecutorContext, worker=spec.worker, **fields)
+    worker = runtime.plan.selected("worker").name
+    executor: Executor = runtime.make_selected("executor", ExecutorContext, worker=worker, **fields)
     try:
         core = _build_around(spec, runtime, executor)
         for report in core.load_reports():
@@ -46,9 +46,8 @@ def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) 
     executor.collective_rpc("load_model")
     kv_cache = _plan_kv_cache(spec, runtime, executor)
     executor.initialize_kv_cache(kv_cache)
-    names = {"limits": spec.limits, "kv_cache": kv_cache, "hash_algorithm": spec.hash_algorithm}
-    name = runtime.plan.selected("scheduler").name
-    scheduler: Scheduler = runtime.make("scheduler", name, SchedulerContext, **names)
+    names = {"limits": spec.limits, "kv_cache": kv_cache, "hash_algorithm": runtime.plan.selected("hash").name}
+    scheduler: Scheduler = runtime.make_selected("scheduler", SchedulerContext, **names)
     executor.collective_rpc("warm_up")
     hooks = HookRunner.from_runtime(runtime)
     return EngineCore(
@@ -67,7 +66,7 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
     # Only the kinds this model uses are created; an unknown one names what to install.
     kinds = {layer.spec.kind for layer in layers}
     classes = {kind: runtime.make("kv_cache_spec", kind).spec_class for kind in sorted(kinds)}
-    layout: KVLayout = runtime.make("kv_layout", spec.kv_layout)
+    layout: KVLayout = runtime.make_selected("kv_layout")
     longest, wished = spec.limits.max_model_len, {x.layer_name: spec_from_wire(x.spec, classes) for x in layers}
     in_flight = spec.limits.max_num_batched_tokens * spec.limits.max_inflight_steps
     config = layout.plan(

@@ -44,7 +44,7 @@ class Frontend:
 
         Raises ``ModelFormatError`` and the plugin errors.
         """
-        provider: TokenizerProvider = runtime.make("tokenizer", spec.tokenizer)
+        provider: TokenizerProvider = runtime.make_selected("tokenizer")
         tokenizer = provider.load(spec.model.artifact)
         frontend = cls(
             tokenizer,
@@ -54,11 +54,10 @@ class Frontend:
             tasks=spec.model.tasks,
             eos_token_ids=_eos_token_ids(spec),
         )
-        if spec.io_processor is not None:
+        if any(planned.active for planned in runtime.plan.of("io_processor")):
             facts = {"model": spec.model, "model_name": spec.model_name, "limits": spec.model_limits}
             parts = {"tokenizer": frontend.tokenizer, "render_chat": frontend.render_chat}
-            name = spec.io_processor
-            frontend.io_processor = runtime.make("io_processor", name, IOProcessorContext, **facts, **parts)
+            frontend.io_processor = runtime.make_selected("io_processor", IOProcessorContext, **facts, **parts)
         return frontend
 
     def render_chat(
@@ -82,7 +81,7 @@ def _create_renderer(spec: EngineSpec, runtime: PluginRuntime, tokenizer: Tokeni
     bound = max_prompt_chars(spec.model_limits)
     facts = {"tokenizer": tokenizer, "model": spec.model, "template": spec.chat_template, "max_chars": bound}
     try:
-        made: ChatRenderer = runtime.make("chat_renderer", spec.chat_renderer, ChatRendererContext, **facts)
+        made: ChatRenderer = runtime.make_selected("chat_renderer", ChatRendererContext, **facts)
     except ModelFormatError as error:
         raise ModelFormatError(f"model {spec.model_name!r}: {error}") from None
     return made

@@ -12,7 +12,7 @@ from hardpoint.interfaces.worker import WorkerConfig
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an engine process needs; plugin fields are names of the kind they are called after.
+    """Everything an engine process needs beside the plugins, whose names are those that are active in the plan.
 
     Attributes:
         model_name: the served name.
@@ -20,7 +20,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: KV blocks including the null block, or None to divide the worker's budget.
         hybrid_kv_cache: layers may have block tables of different kinds; ``block_size_rules`` by attention backend.
         chat_template: overrides the tokenizer's own, or None.
-        io_processor: None for a model without one.
         runtime_dir: private folder (0700) for sockets.
         stall_after_s: the step loop counts as stalled when one step takes longer.
         drain_timeout_s: how long SIGTERM lets running requests go on before they are aborted.
@@ -28,11 +27,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str
     plan: bytes
-    worker: str
-    kv_layout: str
-    tokenizer: str
-    chat_renderer: str
-    hash_algorithm: str
     model: ModelInfo
     worker_config: WorkerConfig
     limits: SchedulerLimits
@@ -41,7 +35,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     hybrid_kv_cache: bool = True
     block_size_rules: dict[str, BlockSizeRule] = {}
     chat_template: str | None = None
-    io_processor: str | None = None
     runtime_dir: str = ""
     log_level: str = "INFO"
     stall_after_s: float = 30.0

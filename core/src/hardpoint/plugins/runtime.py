@@ -140,6 +140,10 @@ class PluginRuntime:
         """:meth:`create` with a context of the kind's own, which has ``fields``."""
         return self.create(kind, name, self.context(kind, name, context, **fields))
 
+    def make_selected(self, kind: str, context: Callable[..., PluginContext] = PluginContext, **fields: Any) -> Any:
+        """:meth:`make` the one plugin of ``kind`` that is active in the plan."""
+        return self.make(kind, self.plan.selected(kind).name, context, **fields)
+
     def fingerprint(self) -> str:
         """Hex digest over all plugins that can take part in computing, for cache keys.
 
