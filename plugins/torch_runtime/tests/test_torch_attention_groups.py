@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hardpoint.errors import ConfigError
 from hardpoint.interfaces import (
     AttentionMetadataBuilder,
     AttentionSpec,
     BlockSizeRule,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
+    MambaCacheMode,
     MambaSpec,
     MixedSizeSpec,
     SlidingWindowSpec,
@@ -49,7 +50,7 @@ def groups(
 ) -> AttentionGroups:
     config = KVCacheConfig(num_blocks=4, groups=(KVCacheGroup(tuple(wished), spec_to_wire(planned)),), tensors=())
     specs = config.layer_specs(wished)
-    return AttentionGroups(config, specs, backend, rule, max_rows=2, max_tokens=8, device=CPU)
+    return AttentionGroups(config, specs, backend, rule, max_rows=2, max_tokens=8, max_model_len=100, device=CPU)
 
 
 def test_layers_of_several_shapes_share_a_table_but_no_metadata() -> None:
@@ -79,7 +80,38 @@ def test_layers_get_the_block_size_of_the_plan() -> None:
     assert (made.block_sizes, made.kernel_blocks) == ((48,), (3,))
 
 
-def test_a_state_that_no_attention_reads_is_refused_by_name() -> None:
+def test_layers_of_an_encoder_see_both_sides() -> None:
+    """R5.46."""
+    encoder = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
+    for spec, is_causal in ((FULL, True), (encoder, False)):
+        made = groups(spec, {"a": spec}, Watched(), BlockSizeRule(16))
+        assert [group.is_causal for group in made.groups] == [is_causal]
+
+
+def test_one_state_serves_a_sequence_of_any_length() -> None:
+    """R1.33: its table has one position for all tokens, and kernels split no state."""
     state = MambaSpec(block_size=16, shapes=((2,),), dtypes=("float32",))
-    with pytest.raises(ConfigError, match="layer 's' keeps MambaSpec state, which this worker cannot run"):
-        groups(state, {"s": state}, Watched(), BlockSizeRule(16))
+    backend = Watched()
+    made = groups(state, {"s": state, "t": state}, backend, BlockSizeRule(16))
+    assert backend.asked == []
+    assert (made.block_sizes, made.kernel_blocks) == ((101,), (1,))
+    assert made.kernel_block_size_by_layer == {}
+    assert [names for names, _ in made.groups[0].builders] == [("s", "t")]
+
+
+@pytest.mark.parametrize("mode", [MambaCacheMode.ALL, MambaCacheMode.ALIGN])
+def test_states_at_block_ends_have_positions_of_their_own(mode: MambaCacheMode) -> None:
+    """R1.33."""
+    state = MambaSpec(block_size=16, shapes=((2,),), dtypes=("float32",), mode=mode)
+    assert groups(state, {"s": state}, Watched(), BlockSizeRule(exact=(64,))).block_sizes == (16,)
+
+
+def test_models_without_attention_are_reordered_all_the_same() -> None:
+    """R4.36, P4.9: what counts is that there are cache groups, not that anything attends."""
+    state = MambaSpec(block_size=16, shapes=((2,),), dtypes=("float32",))
+    assert groups(state, {"s": state}, Watched(), BlockSizeRule(16)).reorder_threshold == 1
+    nothing = KVCacheConfig(num_blocks=1, groups=(), tensors=())
+    made = AttentionGroups(
+        nothing, {}, Watched(), BlockSizeRule(16), max_rows=2, max_tokens=8, max_model_len=100, device=CPU
+    )
+    assert made.reorder_threshold is None

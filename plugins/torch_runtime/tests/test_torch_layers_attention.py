@@ -19,7 +19,12 @@ from hardpoint.interfaces.attention import (
     BlockSizeRule,
     KVWriteMode,
 )
-from hardpoint.interfaces.kv_cache_specs import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from hardpoint.interfaces.kv_cache_specs import (
+    AttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from hardpoint.interfaces.kv_dtypes import KVQuantization
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint.interfaces.platform import ThreadPlan
@@ -174,6 +179,7 @@ def test_specs_come_from_the_layers_in_order() -> None:
     assert tools.kv_cache_specs() == {
         "a": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16"),
         "b": SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16", sliding_window=7),
+        "enc": EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16"),
     }
 
 

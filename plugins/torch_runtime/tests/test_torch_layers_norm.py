@@ -1,14 +1,16 @@
-"""Normalization and gated activation against Hugging Face modules."""
+"""Normalization and activations against Hugging Face modules, or against the formula."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from hardpoint_torch_runtime.layers import GeluTanhAndMul, RMSNorm, SiluAndMul
+from hardpoint.errors import UnsupportedModelError
+from hardpoint_torch_runtime.layers import ACTIVATIONS, Activation, GeluTanhAndMul, LayerNorm, RMSNorm, SiluAndMul
 
 CPU = torch.device("cpu")
 
@@ -84,3 +86,48 @@ def test_weights_without_an_offset_are_views_of_what_is_stored() -> None:
     assert norms()[0].place("weight", None).source(stored).data_ptr() == stored.data_ptr()
     with pytest.raises(KeyError, match="only a whole 'weight'"):
         norms()[0].place("weight", "q")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_norm_around_the_mean(bias: bool) -> None:
+    norm = LayerNorm(24, 1e-12, torch.float32, CPU, bias=bias)
+    assert (norm.bias is not None) == bias
+    for parameter in norm.parameters():
+        parameter.data.normal_()
+    x = torch.randn(7, 24) * 3 + 5
+    exact = x.double()
+    centered = exact - exact.mean(-1, keepdim=True)
+    expected = centered / centered.square().mean(-1, keepdim=True).sqrt() * norm.weight.double()
+    if norm.bias is not None:
+        expected += norm.bias.double()
+    torch.testing.assert_close(norm(x), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_norm_around_the_mean_of_a_sum() -> None:
+    """The stream is updated in place, as in the norm without the mean."""
+    norm = LayerNorm(24, 1e-5, torch.float32, CPU)
+    x, residual = torch.randn(3, 24), torch.randn(3, 24)
+    total = x + residual
+    normed, stream = norm.add(x, residual)
+    torch.testing.assert_close(normed, norm(total))
+    torch.testing.assert_close(stream, total)
+    assert stream is residual
+
+
+def test_a_layer_norm_has_two_whole_parameters() -> None:
+    norm = LayerNorm(24, 1e-5, torch.float32, CPU)
+    assert {norm.place(name, None).stored_shape for name in ("weight", "bias")} == {(24,)}
+    for wrong in (("gamma", None), ("weight", "q")):
+        with pytest.raises(KeyError, match="a whole 'weight' and perhaps a 'bias'"):
+            norm.place(*wrong)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_plain_activations_equal_hugging_face(name: str) -> None:
+    x = torch.randn(5, 16) * 3
+    torch.testing.assert_close(Activation(name)(x), ACT2FN[name](x))
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"activation 'swishy' is unknown; supported: gelu, .*silu"):
+        Activation("swishy")

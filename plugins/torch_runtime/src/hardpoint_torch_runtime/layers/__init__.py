@@ -1,14 +1,16 @@
 """The layer library models are built from. Models receive a :class:`LayerToolkit`, not these classes."""
 
-from hardpoint_torch_runtime.layers.activation import GeluTanhAndMul, SiluAndMul
+from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
-from hardpoint_torch_runtime.layers.embedding import LMHead, VocabEmbedding
+from hardpoint_torch_runtime.layers.causal_conv import CausalConv
+from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
     LinearFactory,
     MergedColumnParallelLinear,
     ParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from hardpoint_torch_runtime.layers.linear_method import (
@@ -16,25 +18,40 @@ from hardpoint_torch_runtime.layers.linear_method import (
     PlacingLinearMethod,
     UnquantizedLinearMethod,
 )
+from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, LatentUpProjection
 from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
-from hardpoint_torch_runtime.layers.norm import RMSNorm
+from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
 from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
+from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
+from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
+from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
 
 __all__ = [
+    "ACTIVATIONS",
+    "Activation",
     "AttentionLayer",
+    "CausalConv",
     "ColumnParallelLinear",
     "Communicator",
+    "EmbeddingTable",
     "ExpertMLP",
     "ExpertRouter",
+    "GatedRMSNorm",
     "GeluTanhAndMul",
     "LMHead",
+    "LatentAttention",
+    "LatentSizes",
+    "LatentUpProjection",
+    "LayerNorm",
     "LayerToolkit",
     "LinearFactory",
+    "MambaMixer",
+    "MambaSizes",
     "MergedColumnParallelLinear",
     "MixtureOfExperts",
     "MixtureSizes",
@@ -44,13 +61,17 @@ __all__ = [
     "PlacingLinearMethod",
     "QKVParallelLinear",
     "RMSNorm",
+    "ReplicatedLinear",
     "RopeParameters",
     "RotaryEmbedding",
     "RoutedExperts",
     "RoutingParameters",
     "RowParallelLinear",
+    "SegmentedColumnLinear",
     "ShardedModule",
     "SiluAndMul",
+    "StateMetadata",
+    "StateMetadataBuilder",
     "TensorParallel",
     "UnquantizedLinearMethod",
     "VocabEmbedding",

@@ -1,15 +1,28 @@
-"""Gated activations on merged gate-and-up projections. Legend: T tokens, M intermediate size."""
+"""Activations: gated ones on merged gate-and-up projections, and plain ones. Legend: M intermediate size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from hardpoint.errors import UnsupportedModelError
 from hardpoint_torch_runtime.ops import reference
 
-__all__ = ["GeluTanhAndMul", "SiluAndMul"]
+__all__ = ["ACTIVATIONS", "Activation", "GeluTanhAndMul", "SiluAndMul"]
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+"""By the names that configurations give them; ``gelu`` is the exact one, by the Gaussian error function."""
 
 
 class SiluAndMul(torch.nn.Module):
@@ -29,3 +42,20 @@ class GeluTanhAndMul(torch.nn.Module):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+class Activation(torch.nn.Module):
+    """[..., M] to [..., M], element by element. Raises ``UnsupportedModelError`` for a name not in ``ACTIVATIONS``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name not in ACTIVATIONS:
+            raise UnsupportedModelError(f"activation {name!r} is unknown; supported: {', '.join(ACTIVATIONS)}")
+        self.name = name
+        self._function = ACTIVATIONS[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+    def extra_repr(self) -> str:
+        return self.name

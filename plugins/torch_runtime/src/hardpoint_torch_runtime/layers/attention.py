@@ -1,6 +1,7 @@
-"""The attention layer of a decoder: binds a model's layer to the selected backend, and holds no backend's branch.
+"""The attention layer: binds a model's layer to the selected backend, and holds no backend's branch.
 
-Legend: T tokens (padding included), H query heads, K KV heads, D head size, all of this rank.
+Legend: T tokens (padding included), H query heads, K KV heads, D head size, V size of a head's values; all of this
+rank.
 """
 
 from __future__ import annotations
@@ -11,44 +12,55 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionLayerParams, KVWriteMode
 from hardpoint.interfaces.kv_cache import KVCacheSpec
+from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec
 from hardpoint_torch_runtime.forward_context import ForwardContext, get_forward_context
 
 __all__ = ["AttentionLayer"]
 
 
 class AttentionLayer(torch.nn.Module):
-    """Query [T, H * D], key and value [T, K * D] to [T, H * D].
+    """Query [T, H * D], key [T, K * D] and value [T, K * V] to [T, H * V]. ``value_size``: V, by default D.
 
     Attributes:
         impl: the backend's computation for this layer.
-        spec: what the layer keeps in the KV cache; None for layers without one (encoders).
+        spec: what the layer keeps in the KV cache; None for layers that no cache group serves (encoders of a model
+            with a decoder).
     """
 
-    def __init__(self, params: AttentionLayerParams, backend: AttentionBackend, spec: KVCacheSpec | None) -> None:
+    def __init__(
+        self,
+        params: AttentionLayerParams,
+        backend: AttentionBackend,
+        spec: KVCacheSpec | None,
+        *,
+        value_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.params = params
+        self.value_size = params.head_size if value_size is None else value_size
         self.name = params.layer_name
         self.backend = backend
         self.spec = spec
         self.impl = backend.create_impl(params)
-        self._writes_kv = spec is not None and backend.kv_write_mode is KVWriteMode.SEPARATE
+        self._keeps_kv = spec is not None and not isinstance(spec, EncoderOnlyAttentionSpec)
+        self._writes_kv = self._keeps_kv and backend.kv_write_mode is KVWriteMode.SEPARATE
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads, kv_heads, size = self.params.num_heads, self.params.num_kv_heads, self.params.head_size
         query = query.view(-1, heads, size)
         key = key.view(-1, kv_heads, size)
-        value = value.view(-1, kv_heads, size)
-        output = torch.empty((query.shape[0], heads, size), dtype=query.dtype, device=query.device)
+        value = value.view(-1, kv_heads, self.value_size)
+        output = torch.empty((query.shape[0], heads, self.value_size), dtype=query.dtype, device=query.device)
         context = get_forward_context()
         if context.attention_metadata is None:
             self.impl.forward(query, key, value, None, None, output)
-            return output.view(-1, heads * size)
-        cache = self._cache(context) if self.spec is not None else None
+            return output.flatten(1)
+        cache = self._cache(context) if self._keeps_kv else None
         if self._writes_kv and cache is not None:
             self.impl.write_kv(key, value, cache, _entry(context.slot_mapping, self.name, "slot_mapping"))
         metadata = _entry(context.attention_metadata, self.name, "attention_metadata")
         self.impl.forward(query, key, value, cache, metadata, output)
-        return output.view(-1, heads * size)
+        return output.flatten(1)
 
     def _cache(self, context: ForwardContext) -> torch.Tensor:
         return _entry(context.kv_caches, self.name, "kv_caches")

@@ -1,4 +1,7 @@
-"""Vocabulary layers, split over ranks along the vocabulary. Legend: T tokens, C hidden size, V vocabulary."""
+"""Vocabulary layers, split over ranks along the vocabulary, and small tables that every rank holds whole.
+
+Legend: T tokens, C hidden size, V vocabulary, N rows of a table.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement
 from hardpoint_torch_runtime.ops.seams import Kernels
 
-__all__ = ["LMHead", "VocabEmbedding"]
+__all__ = ["EmbeddingTable", "LMHead", "VocabEmbedding"]
 
 
 def _vocab_part(vocab_size: int, parallel: TensorParallel) -> OutputPart:
@@ -50,6 +53,24 @@ class VocabEmbedding(torch.nn.Module):
             raise KeyError(f"embedding {self.name!r} has only a whole 'weight', not {parameter!r} / {shard!r}")
         shape = (self.vocab_size, self.weight.shape[1])
         return Placement(shape, 0, self._part.start, 0, self._part.length)
+
+
+class EmbeddingTable(torch.nn.Module):
+    """int64 [T] below N to [T, C], for positions and the like: ``weight`` is [N, C] on every rank."""
+
+    def __init__(self, name: str, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name = name
+        empty = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
+        self.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.embedding(self.weight, rows)
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        if parameter != "weight" or shard is not None:
+            raise KeyError(f"table {self.name!r} has only a whole 'weight', not {parameter!r} / {shard!r}")
+        return Placement.whole(tuple(self.weight.shape))
 
 
 class LMHead(torch.nn.Module):

@@ -1,13 +1,14 @@
-"""Root-mean-square normalization. Legend: T tokens, C normalized size."""
+"""Normalization over the last dimension. Legend: T tokens, C normalized size."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from hardpoint_torch_runtime.layers.placement import Placement
 from hardpoint_torch_runtime.ops.seams import Kernels
 
-__all__ = ["RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -52,3 +53,35 @@ class RMSNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"
+
+
+class LayerNorm(torch.nn.Module):
+    """``(x - mean) / std * weight + bias`` over the last dimension, accumulated in float32. Every rank holds all of it.
+
+    Without ``bias`` the sum ends before it, and ``bias`` is None.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, bias: bool = True) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
+        self.bias: torch.nn.Parameter | None = None
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalized sum, the sum); ``residual`` is updated in place, so the caller must own it."""
+        total = residual.add_(x)
+        return self(total), total
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        if parameter not in ("weight", "bias") or shard is not None:
+            raise KeyError(f"a layer norm has a whole 'weight' and perhaps a 'bias', not {parameter!r} / {shard!r}")
+        return Placement.whole((self.size,))
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}, bias={self.bias is not None}"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionLayerParams
-from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from hardpoint.interfaces.kv_cache_specs import (
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLASpec,
+    SlidingWindowSpec,
+)
 from hardpoint.interfaces.kv_dtypes import kv_storage
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers.activation import GeluTanhAndMul, SiluAndMul
+from hardpoint_torch_runtime.layers.activation import Activation, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
-from hardpoint_torch_runtime.layers.embedding import LMHead, VocabEmbedding
+from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
     LinearFactory,
@@ -24,15 +30,19 @@ from hardpoint_torch_runtime.layers.linear import (
     RowParallelLinear,
 )
 from hardpoint_torch_runtime.layers.linear_method import UnquantizedLinearMethod
+from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes
 from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
-from hardpoint_torch_runtime.layers.norm import RMSNorm
+from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
 from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import RoutingParameters
+from hardpoint_torch_runtime.layers.ssm_mixer import MambaMixer, MambaSizes
 from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["LayerToolkit"]
+
+CachingLayer = TypeVar("CachingLayer", AttentionLayer, MambaMixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +62,10 @@ class LayerToolkit:
     kernels: Kernels = field(default_factory=Kernels)
     """The kernels at the seams, which every layer takes its own from when it is created."""
 
-    attention_layers: dict[str, AttentionLayer] = field(default_factory=dict)
-    """Every attention layer created, by name, in model order."""
+    attention_layers: dict[str, AttentionLayer | MambaMixer] = field(default_factory=dict)
+    """Every attention layer created, and every recurrent one that is in the place of one, by name, in model order."""
 
-    _rotary: dict[tuple[int, int, RopeParameters], RotaryEmbedding] = field(default_factory=dict)
+    _rotary: dict[tuple[int, RopeParameters, bool], RotaryEmbedding] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -124,6 +134,10 @@ class LayerToolkit:
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> VocabEmbedding:
         return VocabEmbedding(name, vocab_size, hidden_size, self.parallel, self.dtype, self.device, self.kernels)
 
+    def embedding_table(self, name: str, num_rows: int, hidden_size: int) -> EmbeddingTable:
+        """A small table (positions, token types) that every rank holds whole."""
+        return EmbeddingTable(name, num_rows, hidden_size, self.dtype, self.device)
+
     def lm_head(
         self, name: str, vocab_size: int, hidden_size: int, *, tied_to: VocabEmbedding | None = None, bias: bool = False
     ) -> LMHead:
@@ -135,17 +149,31 @@ class LayerToolkit:
         """``weight_offset``: what checkpoints leave off the weight (1 where they hold the deviation from one)."""
         return RMSNorm(size, eps, self.dtype, self.device, self.kernels, weight_offset=weight_offset)
 
+    def layer_norm(self, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        return LayerNorm(size, eps, self.dtype, self.device, bias=bias)
+
+    def activation(self, name: str) -> Activation:
+        """By its name in configurations. Raises ``UnsupportedModelError`` for one not in the library."""
+        return Activation(name)
+
     def silu_and_mul(self) -> SiluAndMul:
         return SiluAndMul(self.kernels.silu_and_mul)
 
     def gelu_tanh_and_mul(self) -> GeluTanhAndMul:
         return GeluTanhAndMul()
 
-    def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
+    def rotary(self, head_size: int, rope: RopeParameters, *, pairs_are_neighbors: bool = False) -> RotaryEmbedding:
         """A table long enough for ``max_model_len``; equal requests share one."""
-        key = (head_size, self.config.max_model_len, rope)
+        key = (head_size, rope, pairs_are_neighbors)
         if key not in self._rotary:
-            self._rotary[key] = RotaryEmbedding(*key, self.device, self.kernels.rotary_embedding)
+            self._rotary[key] = RotaryEmbedding(
+                head_size,
+                self.config.max_model_len,
+                rope,
+                self.device,
+                self.kernels.rotary_embedding,
+                pairs_are_neighbors=pairs_are_neighbors,
+            )
         return self._rotary[key]
 
     def attention(
@@ -162,9 +190,10 @@ class LayerToolkit:
         sinks: torch.Tensor | None = None,
         kind: AttentionKind = AttentionKind.DECODER,
     ) -> AttentionLayer:
-        """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them)."""
-        if name in self.attention_layers:
-            raise ValueError(f"attention layer {name!r} exists already; layer names must be unique in a model")
+        """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them).
+
+        Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing.
+        """
         params = AttentionLayerParams(
             layer_name=name,
             num_heads=num_heads,
@@ -177,8 +206,46 @@ class LayerToolkit:
             alibi_slopes=alibi_slopes,
             sinks=sinks,
         )
-        layer = AttentionLayer(params, self.attention_backend, self._kv_spec(params))
-        self.attention_layers[name] = layer
+        return self._add(AttentionLayer(params, self.attention_backend, self._kv_spec(params)))
+
+    def latent_attention(
+        self,
+        name: str,
+        sizes: LatentSizes,
+        *,
+        rotary: RotaryEmbedding,
+        scale: float,
+        norm_eps: float,
+        bias: bool = False,
+    ) -> LatentAttention:
+        """Attention with its projections, over one latent per token that the heads of all ranks share.
+
+        ``rotary`` turns the rotated part of a head. ``bias`` is that of the projections from and to the hidden size,
+        queries without compression apart.
+        """
+        params = AttentionLayerParams(
+            layer_name=f"{name}.attn",
+            num_heads=self.parallel.divide(sizes.num_heads, f"{name}: number of heads"),
+            num_kv_heads=1,
+            head_size=sizes.latent_size,
+            scale=scale,
+        )
+        spec = MLASpec(**self._stored_fields(params))
+        layer = AttentionLayer(params, self.attention_backend, spec, value_size=sizes.latent_rank)
+        return LatentAttention(
+            name,
+            self.linear_factory,
+            sizes,
+            norm=lambda size: self.rms_norm(size, norm_eps),
+            rotary=rotary,
+            attend=self._add(layer),
+            bias=bias,
+        )
+
+    def _add(self, layer: CachingLayer) -> CachingLayer:
+        if layer.name in self.attention_layers:
+            raise ValueError(f"attention layer {layer.name!r} exists already; layer names must be unique in a model")
+        self.attention_layers[layer.name] = layer
         return layer
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -186,11 +253,20 @@ class LayerToolkit:
         return {name: layer.spec for name, layer in self.attention_layers.items() if layer.spec is not None}
 
     def _kv_spec(self, params: AttentionLayerParams) -> KVCacheSpec | None:
-        if params.kind is not AttentionKind.DECODER:
+        if params.kind not in (AttentionKind.DECODER, AttentionKind.ENCODER_ONLY):
             return None
+        fields = self._stored_fields(params)
+        if params.kind is AttentionKind.ENCODER_ONLY:
+            return EncoderOnlyAttentionSpec(**fields)
+        if params.sliding_window is None:
+            return FullAttentionSpec(**fields)
+        return SlidingWindowSpec(**fields, sliding_window=params.sliding_window)
+
+    def _stored_fields(self, params: AttentionLayerParams) -> dict[str, Any]:
+        """What attention specs of all kinds have in common."""
         stored = self.config.kv_cache_dtype
         storage = kv_storage(str(self.dtype).removeprefix("torch.") if stored == "auto" else stored)
-        fields: dict[str, Any] = {
+        return {
             "block_size": self.config.block_size,
             "num_kv_heads": params.num_kv_heads,
             "head_size": params.head_size,
@@ -198,6 +274,3 @@ class LayerToolkit:
             "quantization": storage.quantization,
             "scale_bytes": storage.scale_bytes,
         }
-        if params.sliding_window is None:
-            return FullAttentionSpec(**fields)
-        return SlidingWindowSpec(**fields, sliding_window=params.sliding_window)

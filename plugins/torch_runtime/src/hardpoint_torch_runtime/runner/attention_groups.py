@@ -16,7 +16,9 @@ from hardpoint.interfaces.attention import (
     CommonAttentionMetadata,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
 from hardpoint.interfaces.step import SchedulerOutput
+from hardpoint_torch_runtime.layers.state_plan import StateMetadataBuilder
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 
 __all__ = ["AttentionGroup", "AttentionGroups", "choose_kernel_block_size"]
@@ -24,13 +26,21 @@ __all__ = ["AttentionGroup", "AttentionGroups", "choose_kernel_block_size"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """One KV cache group: layers that share a block table and, where they are of one shape, one metadata object."""
+    """One KV cache group: layers that share a block table and, where they are of one shape, one metadata object.
+
+    ``block_size`` is the number of tokens per position of the table, which for a state that serves a whole sequence is
+    more than any has.
+    """
 
     layer_names: tuple[str, ...]
     block_size: int
     kernel_block_size: int
     builders: tuple[tuple[tuple[str, ...], AttentionMetadataBuilder], ...]
     """By layers: more than one builder where layers of different shapes share the group."""
+    is_causal: bool = True
+    """False for encoders, whose tokens see both sides."""
+    is_recurrent: bool = False
+    """Blocks hold states, one each, which no kernel sees in smaller pieces."""
 
     @property
     def kernel_blocks(self) -> int:
@@ -49,16 +59,22 @@ class AttentionGroups:
         *,
         max_rows: int,
         max_tokens: int,
+        max_model_len: int,
         device: torch.device,
     ) -> None:
         groups = []
         for planned in config.groups:
+            state = _shared_state(planned, specs)
+            if state is not None:
+                groups.append(_recurrent(planned, state, max_model_len, device))
+                continue
             builders = []
             for names, spec in _by_shape(planned, specs).items():
                 builders.append((names, backend.create_builder(spec, names, max_rows, max_tokens, device)))
             block_size = specs[planned.layer_names[0]].block_size
             kernel_size = choose_kernel_block_size(block_size, rule, backend.name)
-            groups.append(AttentionGroup(planned.layer_names, block_size, kernel_size, tuple(builders)))
+            is_causal = not isinstance(specs[planned.layer_names[0]], EncoderOnlyAttentionSpec)
+            groups.append(AttentionGroup(planned.layer_names, block_size, kernel_size, tuple(builders), is_causal))
         self.groups = tuple(groups)
 
     @property
@@ -71,7 +87,13 @@ class AttentionGroups:
 
     @property
     def kernel_block_size_by_layer(self) -> dict[str, int]:
-        return {name: group.kernel_block_size for group in self.groups for name in group.layer_names}
+        """Of layers whose blocks kernels may split."""
+        return {
+            name: group.kernel_block_size
+            for group in self.groups
+            if not group.is_recurrent
+            for name in group.layer_names
+        }
 
     @property
     def reorder_threshold(self) -> int | None:
@@ -80,7 +102,15 @@ class AttentionGroups:
         return min((threshold for threshold in thresholds if threshold is not None), default=None)
 
     def build(self, batch: InputBatch, step: SchedulerOutput) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Metadata and slot mapping by layer name; layers of one group and shape get the same objects (R4.51)."""
+        """Metadata and slot mapping by layer name; layers of one group and shape get the same objects (R4.51).
+
+        Raises ``RuntimeError`` for guesses at what a recurrent layer reads next: nothing could take them back.
+        """
+        if step.drafts is not None and any(group.is_recurrent for group in self.groups):
+            raise RuntimeError(
+                f"step {step.step_id} brings draft tokens, but the model has recurrent layers, which keep no states "
+                "to return to; run it without speculation"
+            )
         metadata: dict[str, Any] = {}
         mappings: dict[str, torch.Tensor] = {}
         for index, group in enumerate(self.groups):
@@ -103,8 +133,23 @@ class AttentionGroups:
             block_table=batch.block_tables[index],
             slot_mapping=batch.slot_mappings[index],
             block_size=self.groups[index].kernel_block_size,
+            causal=self.groups[index].is_causal,
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
         )
+
+
+def _shared_state(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> MambaSpec | None:
+    """The spec that stands for the group's layers where they are recurrent: how states are kept is the same for all
+    layers that share a table."""
+    spec = specs[planned.layer_names[0]]
+    return spec if isinstance(spec, MambaSpec) else None
+
+
+def _recurrent(planned: KVCacheGroup, spec: MambaSpec, max_model_len: int, device: torch.device) -> AttentionGroup:
+    # A step in flight may compute one token past the limit before the scheduler ends the request.
+    size = max_model_len + 1 if spec.mode is MambaCacheMode.NONE else spec.block_size
+    builder = StateMetadataBuilder(spec, device)
+    return AttentionGroup(planned.layer_names, size, size, ((planned.layer_names, builder),), is_recurrent=True)
 
 
 def _by_shape(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[str, ...], AttentionSpec]:
