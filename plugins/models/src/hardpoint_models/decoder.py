@@ -16,7 +16,7 @@ from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.decoder_config import DecoderConfig
-from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
+from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm, RotaryEmbedding
 
 __all__ = ["DecoderModel"]
 
@@ -25,6 +25,10 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 def _norm(size: int, config: DecoderConfig, layers: LayerToolkit) -> RMSNorm:
     return layers.rms_norm(size, config.norm_eps, weight_offset=config.norm_offset)
+
+
+def _rotary(config: DecoderConfig, layers: LayerToolkit) -> RotaryEmbedding:
+    return layers.rotary(config.head_size, config.rope, pairs_are_neighbors=config.pairs_are_neighbors)
 
 
 def _activation(config: DecoderConfig, layers: LayerToolkit) -> torch.nn.Module:
@@ -51,7 +55,7 @@ class DecoderAttention(torch.nn.Module):
         )
         self.q_norm = _norm(size, config, layers) if config.qk_norm else None
         self.k_norm = _norm(size, config, layers) if config.qk_norm else None
-        self.rotary = layers.rotary(size, config.rope)
+        self.rotary = _rotary(config, layers)
         self.attn = layers.attention(
             f"{name}.attn",
             num_heads=heads,
@@ -74,6 +78,20 @@ class DecoderAttention(torch.nn.Module):
         # Queries and keys lie next to each other in the fused projection and turn by the same angles: one call.
         self.rotary.rotate_(states[:, : self._num_rotated], *rotation)
         return self.o_proj(self.attn(query, key, states[:, self._num_rotated :]))
+
+
+def _attention(name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> torch.nn.Module:
+    latent = config.latent
+    if latent is None:
+        return DecoderAttention(name, config, window, layers)
+    return layers.latent_attention(
+        name,
+        latent.sizes,
+        rotary=_rotary(config, layers),
+        scale=config.attention_scale,
+        norm_eps=config.norm_eps,
+        bias=config.qkv_bias,
+    )
 
 
 class DecoderMLP(torch.nn.Module):
@@ -108,7 +126,7 @@ class DecoderLayer(torch.nn.Module):
         super().__init__()
         name, window = f"model.layers.{index}", config.windows[index]
         self.input_layernorm = _norm(config.hidden_size, config, layers)
-        self.self_attn = DecoderAttention(f"{name}.self_attn", config, window, layers)
+        self.self_attn = _attention(f"{name}.self_attn", config, window, layers)
         self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
         self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)
 
@@ -152,7 +170,7 @@ class DecoderStack(torch.nn.Module):
         # Keyed by the number in the whole model, so that names agree over stages.
         self.layers = torch.nn.ModuleDict({str(index): layer_class(index, config, layers) for index in indices})
         self.norm = _norm(config.hidden_size, config, layers) if stage.has_head else None
-        self.rotary = layers.rotary(config.head_size, config.rope)
+        self.rotary = _rotary(config, layers)
         local = config.local_rope
         self.local_rotary = None if local is None else layers.rotary(config.head_size, local)
         is_local = [local is not None and config.local_layers[index] for index in indices]
@@ -255,6 +273,8 @@ class DecoderModel(torch.nn.Module):
         return [
             # Old checkpoints carry frequency tables; they are computed here.
             WeightRule(f"{layer}.self_attn.rotary_emb.inv_freq", None),
+            *self.config.rules,
+            *(self.config.latent.rules if self.config.latent is not None else ()),
             *(self.config.experts.rules if self.config.experts is not None else ()),
             WeightRule("lm_head.weight", None if self.config.is_tied else "lm_head.projection.weight"),
             *(WeightRule(pattern, target, part) for pattern, target, part in shards),

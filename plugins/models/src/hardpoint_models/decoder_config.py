@@ -9,13 +9,14 @@ from typing import Any, Literal
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.config_fields import ConfigFields
-from hardpoint_torch_runtime.layers import MixtureSizes, RopeParameters, RoutingParameters
+from hardpoint_torch_runtime.layers import LatentSizes, MixtureSizes, RopeParameters, RoutingParameters
 
 __all__ = [
     "Activation",
     "DecoderConfig",
     "DecoderVariant",
     "ExpertsConfig",
+    "LatentConfig",
     "require_grouped_heads",
     "require_layer_types",
 ]
@@ -57,17 +58,31 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention (MLA) in all layers, in place of the one with keys and values of its own.
+
+    ``rules`` say where checkpoints keep the projections.
+    """
+
+    sizes: LatentSizes
+    rules: tuple[WeightRule, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention.
 
     Attributes:
         attention_scale: factor on the products of queries and keys.
+        pairs_are_neighbors: entries (2 i, 2 i + 1) of a head rotate together, not those half a head apart.
         local_rope: rotation of the layers in ``local_layers``; None where all layers rotate alike.
         local_layers: one entry per layer.
         norm_offset: what checkpoints leave off the weights of norms.
         is_sandwiched: the outputs of attention and feed-forward are normalized too, before they are added.
         embedding_scale: factor on token embeddings; given embeddings bear it already.
         attention_soft_cap, logits_soft_cap: ``c`` in ``c * tanh(x / c)`` on scores and on logits, or None.
+        latent: if given, ``head_size`` is that of its rotated part, and ``num_kv_heads`` says nothing.
+        rules: what to do with tensors that the family knows nothing about; they come before its own rules.
     """
 
     hidden_size: int
@@ -87,6 +102,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     attention_scale: float
     activation: Activation = "silu"
+    pairs_are_neighbors: bool = False
     local_rope: RopeParameters | None = None
     local_layers: tuple[bool, ...] = ()
     norm_offset: float = 0.0
@@ -95,6 +111,8 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    rules: tuple[WeightRule, ...] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, Any], architecture: str, variant: DecoderVariant) -> DecoderConfig:
