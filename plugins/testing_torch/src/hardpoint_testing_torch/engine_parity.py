@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Any] = {
     "max_model_len": 192,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,
-    "num_kv_blocks": 300,
+    "num_kv_blocks": 2000,
     "prefix_caching": False,
 }
 TENSOR_PARALLEL: Mapping[str, Any] | None = None
@@ -256,8 +256,7 @@ class _Answer:
 def _distribution(entry: PositionLogprobs) -> torch.Tensor:
     """float64 [vocabulary]."""
     values = torch.full((len(entry.top),), torch.nan, dtype=torch.float64)
-    for one in entry.top:
-        values[one.token_id] = one.logprob
+    values[[one.token_id for one in entry.top]] = torch.tensor([one.logprob for one in entry.top], dtype=torch.float64)
     return values
 
 

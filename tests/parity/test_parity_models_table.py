@@ -1,0 +1,84 @@
+"""The table of ``docs/models/parity.md``: every architecture is on it, and a run now comes to the same verdicts."""
+
+from __future__ import annotations
+
+import ast
+import math
+
+import pytest
+
+from generate_models_table import (
+    PAGE,
+    REAL_WEIGHTS,
+    Cell,
+    differences,
+    model_architectures,
+    page,
+    read_page,
+    rows_of,
+    run_cases,
+)
+from hardpoint_testing_torch import MODES, ModeResult, ParityReport, Verdict
+from model_cases import CASES
+from workspace import ROOT
+
+
+def test_the_table_has_the_cases_and_each_mode_is_within_its_limit() -> None:
+    rows = read_page()
+    assert list(rows) == [(case.architecture, case.name) for case in CASES]
+    over = [(key, mode) for key, cells in rows.items() for mode, cell in cells.items() if cell.verdict is Verdict.OVER]
+    assert over == []
+
+
+def test_tests_with_real_weights_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for one in REAL_WEIGHTS:
+        path, _, name = one.test.partition("::")
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert one.test in text
+        assert one.claim in text
+
+
+@pytest.mark.slow
+def test_every_architecture_has_a_row() -> None:
+    """In the slow tier, so that an architecture may land a commit before its row."""
+    assert sorted({architecture for architecture, _ in read_page()}) == model_architectures()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_now_comes_to_the_same() -> None:
+    reports = run_cases()
+    assert [str(report) for report in reports if not report.is_ok] == []
+    advice = "run: python tests/support/generate_models_table.py --write"
+    assert differences(reports) == [], advice
+
+
+def report(**errors: float | None) -> ParityReport:
+    results = [ModeResult(mode, errors.get(mode), note="" if mode in errors else "for no reason") for mode in MODES]
+    return ParityReport("GhostForCausalLM", "plain", tuple(results))
+
+
+def test_a_page_reads_as_it_was_written(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    made = report(prefill=3e-6, chunk=2.0, decode=0.0, batch=math.inf, bfloat16=0.02)
+    path = ROOT.__class__(str(tmp_path)) / "page.md"
+    path.write_text(page([made]), encoding="utf-8")
+    monkeypatch.setattr("generate_models_table.PAGE", path)
+    assert read_page() == rows_of([made])
+    assert differences([made]) == []
+    assert "- TP2 of GhostForCausalLM: for no reason" in path.read_text(encoding="utf-8")
+    assert differences([report(prefill=3e-5, chunk=2.0, decode=0.0, batch=math.inf, bfloat16=0.02)]) == []
+    changed = report(prefill=3e-4, chunk=2.0, decode=1.0, batch=math.inf, bfloat16=0.02, tp2=1e-6)
+    assert [line.split(":")[0] for line in differences([changed])] == [
+        "GhostForCausalLM plain, decode",
+        "GhostForCausalLM plain, prefill",
+        "GhostForCausalLM plain, tp2",
+    ]
+    assert differences([]) == ["GhostForCausalLM plain: on the page, but no such case"]
+
+
+@pytest.mark.parametrize("text", ["", "OK 1e-5", "ok 1e", "over", "ok 3e-5 ", "- 1e-5"])
+def test_a_cell_that_nobody_wrote_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not understood"):
+        Cell.parse(text)

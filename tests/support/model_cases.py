@@ -1,0 +1,101 @@
+"""The configurations in which each architecture is compared with ``transformers``: a plain and an awkward one.
+
+A new architecture takes one entry here; then ``python tests/support/generate_models_table.py --write``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint_testing_torch import ParityCase
+
+__all__ = ["CASES"]
+
+_LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_ODD: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
+_GEMMA3: Mapping[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+}
+_TWO_ROTATIONS: Mapping[str, Any] = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+}
+_QWEN3_MOE: Mapping[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+}
+_ROUTED: Mapping[str, float] = {"bfloat16": 0.1}
+"""Rounding may choose another expert, which changes all that follows."""
+
+CASES: tuple[ParityCase, ...] = (
+    ParityCase("Gemma3ForCausalLM", _GEMMA3),
+    ParityCase(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA3,
+            "layer_types": None,
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "final_logit_softcapping": 6.0,
+            "rope_parameters": _TWO_ROTATIONS,
+        },
+        "one full layer in six, one KV head, capped logits, two rotations",
+        limits={"bfloat16": 0.1},
+    ),
+    ParityCase("LlamaForCausalLM"),
+    ParityCase(
+        "LlamaForCausalLM",
+        {**_ODD, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        "odd heads, Llama 3 rotation, tied, biases",
+    ),
+    ParityCase("MistralForCausalLM", {"sliding_window": None, "head_dim": 32}),
+    ParityCase("MistralForCausalLM", {"sliding_window": 7, "num_key_value_heads": 1}, "windows of 7, one KV head"),
+    ParityCase("MixtralForCausalLM", {"num_local_experts": 4}, limits=_ROUTED),
+    ParityCase(
+        "MixtralForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 7, "head_dim": 32},
+        "one expert per token, windows of 7",
+        # Another choice replaces the whole layer.
+        limits={"bfloat16": 0.5},
+    ),
+    ParityCase("Qwen2ForCausalLM"),
+    ParityCase(
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": _YARN,
+        },
+        "upper layers with windows, tied, YaRN",
+    ),
+    ParityCase("Qwen3ForCausalLM", {"head_dim": 16}),
+    ParityCase("Qwen3ForCausalLM", {**_ODD, "attention_bias": True}, "odd heads, biases", block_size=16),
+    ParityCase("Qwen3MoeForCausalLM", _QWEN3_MOE, limits=_ROUTED),
+    ParityCase(
+        "Qwen3MoeForCausalLM",
+        {**_QWEN3_MOE, "mlp_only_layers": [1], "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one dense layer, renormalized, tied",
+        limits=_ROUTED,
+    ),
+)
