@@ -80,8 +80,9 @@ SPECIMENS: Mapping[str, Specimen] = {
     "weight_loader": Specimen(f"{CORE}weight_loader_suite.py", "TestLineLoader", ("WeightLoader",)),
     "worker": Specimen("plugins/torch_runtime/tests/test_torch_worker_suite.py", "TestTorchWorker", ("Worker",)),
 }
-WITHOUT_METHODS = {"custom_op", "hash", "hooks"}
-"""Descriptions and functions; each hook has an occasion of its own in the kit, which its tests check."""
+WITHOUT_METHODS = {"communicator", "custom_op", "hash", "hooks"}
+"""Descriptions, functions, and what layers alone call, whose protocol is theirs; each hook has an occasion of its own
+in the kit, which its tests check."""
 
 OFFERED = {
     "EngineClient", "KVBlockPool", "ModelRouter", "PluginAccess", "RequestView",

@@ -27,10 +27,11 @@ def test_the_story_before_a_result_is_told_when_asked_for(tiny: Path, level: str
     assert ("hardpoint.launch: plugin platform:cpu" in done.err) is told
 
 
-def test_ranks_that_divide_nothing_are_refused(hardpoint: CommandLine, tiny: Path) -> None:
-    done = hardpoint("generate", tiny, "--prompt", "hello", "--world-size", 2)
+def test_ranks_that_cannot_share_the_model_are_refused(hardpoint: CommandLine, tiny: Path) -> None:
+    """The model's two key/value heads and four query heads have no third."""
+    done = hardpoint("generate", tiny, "--prompt", "hello", "--tensor-parallel-size", 3)
     assert done.status == 1
-    assert "each would compute all of it; set --world-size 1" in done.err
+    assert "cannot be split over tensor_parallel_size=3; choose a divisor" in done.err
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

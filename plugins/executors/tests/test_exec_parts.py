@@ -248,16 +248,16 @@ def test_only_the_projects_plain_errors_are_rebuilt(kind: str, expected: type[Ex
     assert "text" in str(error)
 
 
-def test_each_rank_sees_its_own_place(tmp_path: Path) -> None:
+def test_each_rank_sees_its_own_place() -> None:
     config = worker_config(2)
-    second = rank_config(config, 1, str(tmp_path)).parallel
+    second = rank_config(config, 1, 17).parallel
     assert (second.rank, second.local_rank, second.world_size) == (1, 1, 2)
-    assert second.init_method == f"file://{tmp_path}/rendezvous"
-    assert rank_config(worker_config(1), 0, str(tmp_path)).parallel.init_method is None
+    assert second.init_method == "file:///proc/self/fd/17"
+    assert rank_config(worker_config(1), 0, 17).parallel.init_method is None
     given_address = msgspec.structs.replace(
         config, parallel=msgspec.structs.replace(config.parallel, init_method="tcp://127.0.0.1:1")
     )
-    assert rank_config(given_address, 0, str(tmp_path)).parallel.init_method == "tcp://127.0.0.1:1"
+    assert rank_config(given_address, 0, 17).parallel.init_method == "tcp://127.0.0.1:1"
 
 
 def test_uniproc_refuses_more_than_one_rank(tmp_path: Path) -> None:

@@ -458,5 +458,5 @@ class TestStartUp:
         if fits:
             assert world.create(parallel=parallel).config.parallel == parallel
         else:
-            with pytest.raises(ConfigError, match=f"{ranks} ranks.*set --world-size 1"):
+            with pytest.raises(ConfigError, match=f"{ranks} ranks.*set --tensor-parallel-size"):
                 world.create(parallel=parallel)

@@ -102,8 +102,10 @@ class ExecutionConfig(_Section):
     """platform (plugin name); found by probing by default"""
     executor: str | None = None
     """executor (plugin name); the platform decides by default"""
-    world_size: int = Field(default=1, ge=1, le=4096)
-    """number of worker ranks"""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """number of ranks that share every layer"""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """number of stages that share the layers, each of as many ranks"""
     attention_backend: str | None = None
     """attention backend (plugin name) instead of the choice"""
     compiler: str | None = None
@@ -196,7 +198,7 @@ class PluginPolicy(_Section):
 class AppConfig(_Section):
     """A whole instance. ``plugins`` holds each plugin's own options: ``plugins.<kind>.<name>.<key>``."""
 
-    engines: dict[str, EngineConfig]
+    engines: dict[str, EngineConfig] = Field(min_length=1)
     server: ServerConfig = ServerConfig()
     plugins: dict[str, dict[str, dict[str, Any]]] = {}
     plugin_policy: PluginPolicy = PluginPolicy()
@@ -204,9 +206,3 @@ class AppConfig(_Section):
     """level of the log"""
     log_interval_s: float = Field(default=10.0, gt=0)
     """seconds between throughput lines"""
-
-    @model_validator(mode="after")
-    def _has_an_engine(self) -> AppConfig:
-        if not self.engines:
-            raise ValueError("no model is configured; name one")
-        return self

@@ -78,7 +78,7 @@ class BackgroundPlatform(Platform):
     def check_and_update(self, settings: EngineSettings) -> None:
         """Fills in what the user left open; refuses what cannot be; never overrules."""
         if settings.world_size != 1:
-            raise ConfigError(f"the background platform runs one rank, not {settings.world_size}; set --world-size 1")
+            raise ConfigError(f"spare cores hold one rank, not {settings.world_size}; set --tensor-parallel-size 1")
         if settings.dtype not in (None, *DTYPES):
             raise ConfigError(f"dtype {settings.dtype!r} is not for spare cores; set --dtype to {' or '.join(DTYPES)}")
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):

@@ -15,7 +15,7 @@ import msgspec
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.interfaces import ExecutorContext, WorkerConfig
-from hardpoint.ipc import Decoder, encode
+from hardpoint.ipc import Decoder, anonymous_file, encode
 from hardpoint.process import ChildProcess, describe_exit, spawn
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.context import require
@@ -70,6 +70,7 @@ def start_group(ctx: ExecutorContext, timeout_s: float) -> WorkerGroup:
     """
     _, config = require(ctx)
     channels: list[Channel] = []
+    meeting = anonymous_file("hardpoint-meeting", 0)
     calls = RingWriter(config.parallel.world_size, lambda rank: channels[rank].ring_bell())
     ranks: list[RankProcess] = []
     try:
@@ -77,7 +78,7 @@ def start_group(ctx: ExecutorContext, timeout_s: float) -> WorkerGroup:
             near, far = channel_pair()
             channels.append(near)
             with contextlib.closing(far):
-                process = _spawn(ctx, rank_config(config, rank, ctx.runtime_dir), far, calls)
+                process = _spawn(ctx, rank_config(config, rank, meeting), far, calls, meeting)
             ranks.append(RankProcess(rank, process, near))
             # A grandchild may hold the far end open, so the channel alone does not tell of a death.
             process.on_exit(partial(_let_go, near, calls, rank))
@@ -89,6 +90,8 @@ def start_group(ctx: ExecutorContext, timeout_s: float) -> WorkerGroup:
             channel.close()
         calls.close()
         raise
+    finally:
+        os.close(meeting)
 
 
 def _let_go(channel: Channel, calls: RingWriter, rank: int, returncode: int) -> None:
@@ -96,17 +99,21 @@ def _let_go(channel: Channel, calls: RingWriter, rank: int, returncode: int) -> 
     calls.retire(rank)
 
 
-def rank_config(config: WorkerConfig, rank: int, runtime_dir: str) -> WorkerConfig:
-    """``config`` as rank ``rank`` sees it. Collectives meet at a private file unless an address is set."""
+def rank_config(config: WorkerConfig, rank: int, meeting: int) -> WorkerConfig:
+    """``config`` as rank ``rank`` sees it.
+
+    Unless an address is set, collectives meet at the nameless file ``meeting``, which the ranks inherit: nobody else
+    can come, and nothing is left over however they end.
+    """
     parallel = config.parallel
-    meeting = parallel.init_method
-    if meeting is None and parallel.world_size > 1 and runtime_dir:
-        meeting = f"file://{os.path.join(runtime_dir, 'rendezvous')}"
-    place = msgspec.structs.replace(parallel, rank=rank, local_rank=rank, init_method=meeting)
+    address = parallel.init_method
+    if address is None and parallel.world_size > 1:
+        address = f"file:///proc/self/fd/{meeting}"
+    place = msgspec.structs.replace(parallel, rank=rank, local_rank=rank, init_method=address)
     return msgspec.structs.replace(config, parallel=place)
 
 
-def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: RingWriter) -> ChildProcess:
+def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: RingWriter, meeting: int) -> ChildProcess:
     start = WorkerStart(
         plan=ctx.plan,
         worker=ctx.worker,
@@ -114,8 +121,9 @@ def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: Ring
         attributes=dict(ctx.worker_options),
         channel_fd=far.fileno(),
         ring_fd=calls.descriptor,
+        meeting_fd=meeting,
     )
-    inherited = (far.fileno(), calls.descriptor)
+    inherited = (far.fileno(), calls.descriptor, meeting)
     return spawn(_ENTRY, encode(start), name=f"worker-{config.parallel.rank}", pass_fds=inherited)
 
 

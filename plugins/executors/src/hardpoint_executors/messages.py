@@ -13,7 +13,7 @@ __all__ = ["StartAnswer", "StartFailure", "WorkerReady", "WorkerStart"]
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """``channel_fd`` and ``ring_fd`` are inherited descriptors: the worker's end of its channel, and the call ring."""
+    """The descriptors are inherited: the worker's end of its channel, the call ring, and the file to meet at."""
 
     plan: bytes
     worker: str
@@ -21,6 +21,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Any]
     channel_fd: int
     ring_fd: int
+    meeting_fd: int
     log_level: str | None = None
 
 

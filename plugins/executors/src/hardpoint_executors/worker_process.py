@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,6 +29,7 @@ def main(payload: bytes) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = Decoder[WorkerStart](WorkerStart).decode(payload)
     rank = start.config.parallel.rank
+    os.set_inheritable(start.meeting_fd, False)
     channel = Channel.from_descriptor(start.channel_fd)
     calls = RingReader(start.ring_fd, rank, start.config.parallel.world_size, channel.wait_for_bell)
     try:

@@ -110,6 +110,8 @@ class _NoPeers:
         del dim
         return tensor
 
+    def close(self) -> None: ...
+
 
 class LinearBench(torch.nn.Module):
     """All layers of one size under one quantization method. ``biases`` are float32 [O] by projection.

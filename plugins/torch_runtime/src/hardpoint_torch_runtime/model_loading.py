@@ -13,7 +13,7 @@ from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.layers import Communicator, LayerToolkit
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
@@ -45,8 +45,9 @@ def load_model(
     backend: AttentionBackend,
     device: torch.device,
     kernels: Kernels | None = None,
+    communicator: Communicator | None = None,
 ) -> LoadedModel:
-    """Create the architecture's model, with ``kernels`` at the seams, and fill it.
+    """Create the architecture's model, with ``kernels`` at the seams, and fill it with this rank's share.
 
     Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
     fit, ``ConfigError`` for a quantization method that refuses or that the platform does not run.
@@ -58,6 +59,7 @@ def load_model(
         dtype=torch_dtype(config.dtype),
         attention_backend=backend,
         quantization=quantization,
+        communicator=communicator,
         kernels=kernels,
     )
     model = _create_model(plugins, config, toolkit)

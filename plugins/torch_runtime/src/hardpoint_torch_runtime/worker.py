@@ -18,6 +18,8 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
+from hardpoint_torch_runtime.communication import create_communicator
+from hardpoint_torch_runtime.layers import Communicator
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops
@@ -60,6 +62,9 @@ class TorchWorkerOptions(BaseModel):
         description="by seam, the `kernel_override` plugin to use there, or several in order of preference; "
         "`reference` is the plain kernel",
     )
+    communicator: str | None = Field(
+        default=None, description="`communicator` plugin for tensor parallelism instead of the platform's"
+    )
     use_kernel_overrides: bool = Field(
         default=True, description="off: the plain kernel at every seam, to find out whether an override is at fault"
     )
@@ -87,6 +92,7 @@ class TorchWorker(Worker):
         self._plugins: PluginAccess = ctx.plugins
         self._logger = ctx.logger
         self._device: torch.device | None = None
+        self._communicator: Communicator | None = None
         self._loaded: LoadedModel | None = None
         self._kernels: KernelTable | None = None
         self._backend: AttentionBackend | None = None
@@ -96,7 +102,7 @@ class TorchWorker(Worker):
         if parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
             raise ConfigError(
                 f"{parallel.world_size} ranks were asked for, but nothing divides the model among them: each would "
-                "compute all of it; set --world-size 1"
+                "compute all of it; set --tensor-parallel-size"
             )
         if self.config.compiler is not None:
             raise ConfigError(
@@ -136,6 +142,9 @@ class TorchWorker(Worker):
     def init_device(self) -> None:
         torch_dtype(self.config.dtype)
         self._device = self._platform.init_worker(self._logical_device, self.config.threads)
+        self._communicator = create_communicator(
+            self._plugins, self._platform, self.config, self._device, self.options.communicator
+        )
 
     def load_model(self) -> None:
         started = time.perf_counter()
@@ -153,7 +162,9 @@ class TorchWorker(Worker):
             logger=self._logger,
         )
         self._backend, self._need = choice.backend, need
-        self._loaded = load_model(self._plugins, self.config, choice.backend, self.device, self._kernels.kernels)
+        self._loaded = load_model(
+            self._plugins, self.config, choice.backend, self.device, self._kernels.kernels, self._communicator
+        )
         OPERATORS.verify()
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
@@ -235,7 +246,10 @@ class TorchWorker(Worker):
             raise RuntimeError("the worker holds no model: it was not loaded, or it was shut down")
 
     def shutdown(self) -> None:
-        """Drop model and memory; idempotent."""
+        """Drop model and memory, and leave the other ranks; idempotent."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
         self._runner = None
         self._loaded = None
         self._backend = None

@@ -15,13 +15,20 @@ __all__ = ["Communicator", "TensorParallel"]
 
 
 class Communicator(Protocol):
-    """Collectives over the tensor-parallel group; every rank calls them in the same order."""
+    """Collectives over the tensor-parallel group; every rank calls them in the same order with equal shapes.
+
+    A collective that cannot complete, because a rank is gone or late, raises ``RuntimeError`` and never hangs for good.
+    Several communicators in one process know nothing of one another.
+    """
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, same shape; may work in place."""
+        """Sum over ranks, same shape and the same bits on every rank; may work in place."""
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenation of the ranks' tensors along ``dim`` in rank order."""
+
+    def close(self) -> None:
+        """Leave the group without waiting for anybody; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

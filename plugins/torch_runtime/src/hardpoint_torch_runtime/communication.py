@@ -1,0 +1,42 @@
+"""The communicator of a worker that computes a share of every layer."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.errors import ConfigError, PluginNotFoundError
+from hardpoint.interfaces.platform import Platform
+from hardpoint.interfaces.plugin import PluginAccess
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.layers.parallel import Communicator
+from hardpoint_torch_runtime.plugin_access import create_in_worker
+
+__all__ = ["create_communicator"]
+
+
+def create_communicator(
+    plugins: PluginAccess, platform: Platform, config: WorkerConfig, device: torch.device, name: str | None = None
+) -> Communicator | None:
+    """The plugin ``name``, or the one that the platform prefers; None for a rank that shares no layer with others.
+
+    Returns when all ranks of the group are there. Raises ``ConfigError`` where neither says which one,
+    ``PluginNotFoundError`` for one that is not installed, and what the plugin raises.
+    """
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return None
+    name = name or platform.communicator or platform.collective_backend
+    if not name:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but platform {platform.name!r} names no communicator; set "
+            f"plugins.worker.<name>.communicator to one of {', '.join(plugins.names('communicator')) or 'none'}, or "
+            "--tensor-parallel-size 1"
+        )
+    try:
+        communicator: Communicator = create_in_worker(plugins, "communicator", name, config, device)
+    except PluginNotFoundError as error:
+        raise PluginNotFoundError(
+            f"tensor_parallel_size is {size}, and the ranks need a communicator: {error}; or set "
+            "--tensor-parallel-size 1"
+        ) from error
+    return communicator
