@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheSpec
+from hardpoint.interfaces.kv_cache_specs import MambaCacheMode, MambaSpec
 from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
@@ -22,6 +23,7 @@ from hardpoint.interfaces.plugin import NoOptions, ProcessRole
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime import ForwardContext, LayerToolkit, load_weights, set_forward_context
+from hardpoint_torch_runtime.layers import StateMetadataBuilder
 
 __all__ = ["LocalDriver", "ModelFactory", "build_model", "create_model", "worker_config"]
 
@@ -110,13 +112,19 @@ class LocalDriver:
         random.Random(seed).shuffle(self._free)
         self._sequences: dict[str, _Sequence] = {}
         self._caches: dict[str, torch.Tensor] = {}
+        self._states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._builders: dict[Any, tuple[AttentionMetadataBuilder, list[str]]] = {}
         for name, spec in model.kv_cache_specs().items():
             self._add_layer(name, spec, num_blocks, toolkit.config)
 
     def _add_layer(self, name: str, spec: Any, num_blocks: int, config: WorkerConfig) -> None:
+        if isinstance(spec, MambaSpec):
+            self._add_recurrent(name, spec, num_blocks)
+            return
         if not isinstance(spec, AttentionSpec):
-            raise TypeError(f"layer {name!r} keeps {type(spec).__name__}; this driver knows attention caches only")
+            raise TypeError(
+                f"layer {name!r} keeps {type(spec).__name__}; this driver knows attention caches and recurrent states"
+            )
         value_size = spec.head_size if spec.value_head_size is None else spec.value_head_size
         shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size + value_size)
         self._caches[name] = torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype))
@@ -125,6 +133,16 @@ class LocalDriver:
                 spec, [name], config.max_num_seqs, config.max_num_batched_tokens, torch.device("cpu")
             )
             self._builders[spec] = (builder, [])
+        self._builders[spec][1].append(name)
+
+    def _add_recurrent(self, name: str, spec: MambaSpec, num_blocks: int) -> None:
+        """Its states lie beside the other layers' blocks; one for the whole sequence is in place of the first."""
+        self._states[name] = tuple(
+            torch.full((num_blocks, *shape), torch.nan, dtype=getattr(torch, dtype))
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        if spec not in self._builders:
+            self._builders[spec] = (StateMetadataBuilder(spec, torch.device("cpu")), [])
         self._builders[spec][1].append(name)
 
     def num_computed(self, name: str) -> int:
@@ -179,11 +197,12 @@ class LocalDriver:
             position for name, chunk in chunks.items() for position in range(ends[name] - len(chunk), ends[name])
         ]
         slots = torch.cat((common.slot_mapping, torch.full((num_padding,), -1)))
-        built = [(builder.build(common), layers) for builder, layers in self._builders.values()]
+        built = [(builder.build(_for_spec(spec, common)), layers) for spec, (builder, layers) in self._builders.items()]
         context = ForwardContext(
             attention_metadata={layer: metadata for metadata, layers in built for layer in layers},
             slot_mapping=dict.fromkeys(self._layers, slots),
             kv_caches=self._caches,
+            states=self._states,
             num_tokens=common.num_tokens,
         )
         ids = torch.tensor(tokens) if intermediates is None and embeddings is None else None
@@ -223,3 +242,10 @@ class LocalDriver:
             sequence.blocks.append(self._free.pop())
         size = self._block_size
         return [sequence.blocks[p // size] * size + p % size for p in range(begin, sequence.num_computed)]
+
+
+def _for_spec(spec: KVCacheSpec, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """One state for a whole sequence has one position for all of its tokens."""
+    if isinstance(spec, MambaSpec) and spec.mode is MambaCacheMode.NONE:
+        return replace(common, block_size=common.max_seq_len)
+    return common

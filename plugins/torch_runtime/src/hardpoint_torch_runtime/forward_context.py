@@ -142,6 +142,8 @@ class ForwardContext:
             is set: layers run in the scope of one half.
         slot_mapping: int64 [T] per layer, -1 where nothing is written; layers of one group share one tensor.
         kv_caches: [blocks, KV heads, block size, 2 * head size] per layer, keys before values in the last dimension.
+        states: for a recurrent layer the tensors of its states, each [blocks, *shape], beside their bytes in
+            ``kv_caches``.
         num_tokens: tokens of the step without padding.
         batch_descriptor: key of the step's shape where graphs or compiled ranges are used.
         padding_mask: bool [T], True where a token is padding; None when it is not provided. Layers may use it to skip
@@ -168,6 +170,7 @@ class ForwardContext:
     skips_compiled: bool = False
     moe_turns: LayerTurns | None = None
     data_parallel: DataParallelMetadata | None = None
+    states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         halves = self.half_metadata

@@ -204,6 +204,7 @@ class TorchWorker(Worker):
             self._backend.block_sizes(self._need),
             max_rows=worker.max_num_seqs,
             max_tokens=worker.max_num_batched_tokens,
+            max_model_len=worker.max_model_len,
             device=self.device,
         )
         kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)

@@ -13,9 +13,9 @@ import torch
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
-from hardpoint_torch_runtime.layers.linear_method import PlacingLinearMethod
+from hardpoint_torch_runtime.layers.linear_method import PlacingLinearMethod, UnquantizedLinearMethod
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
-from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, SegmentedPlacement, place_parts
 
 __all__ = [
     "Adapter",
@@ -45,16 +45,6 @@ class LinearFactory:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, slots=True)
-class OutputPart:
-    """One stored projection inside a layer: ``total`` output entries in the file, of which this rank takes ``length``
-    from ``start``."""
-
-    total: int
-    start: int
-    length: int
 
 
 class ParallelLinear(torch.nn.Module):
@@ -99,6 +89,11 @@ class ParallelLinear(torch.nn.Module):
     def place(self, parameter: str, shard: str | None) -> Placement:
         """See ``ShardedModule``. Parameters beyond weight and bias are placed by the linear method."""
         weight = self._place_weight(shard)
+        if isinstance(weight, SegmentedPlacement) and not isinstance(self.method, UnquantizedLinearMethod):
+            raise ConfigError(
+                f"layer {self.name!r} has {len(weight.parts)} projections in one stored tensor, whose shares "
+                f"{type(self.method).__name__} cannot take apart; set --tensor-parallel-size 1 or leave it unquantized"
+            )
         if parameter == "bias":
             return self._place_bias(weight)
         if isinstance(self.method, PlacingLinearMethod):
@@ -106,9 +101,14 @@ class ParallelLinear(torch.nn.Module):
         return weight
 
     def _place_bias(self, weight: Placement) -> Placement:
+        if isinstance(weight, SegmentedPlacement):
+            return place_parts(weight.parts)
         return Placement(weight.stored_shape[:1], 0, weight.source_start, weight.target_start, weight.length)
 
     def _place_weight(self, shard: str | None) -> Placement:
+        """``shard`` None: the file has all parts in one tensor, in their order."""
+        if shard is None and len(self.parts) > 1:
+            return place_parts(tuple(self.parts.values()), (self._input_total,))
         target_start = 0
         for part_name, part in self.parts.items():
             if part_name == shard or (shard is None and len(self.parts) == 1):

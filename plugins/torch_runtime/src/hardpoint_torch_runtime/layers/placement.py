@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-__all__ = ["Placement", "ShardedModule"]
+__all__ = ["OutputPart", "Placement", "SegmentedPlacement", "ShardedModule", "place_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,39 @@ class Placement:
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
         """View of ``parameter`` that the stored tensor fills."""
         return parameter if parameter.dim() == 0 else parameter.narrow(self.dim, self.target_start, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """One stored projection inside a layer: ``total`` output entries in the file, of which this rank takes ``length``
+    from ``start``."""
+
+    total: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentedPlacement(Placement):
+    """A stored tensor that holds several parts behind one another along its first dimension: this rank's share of each
+    of them. ``length`` is what the shares have together."""
+
+    parts: tuple[OutputPart, ...] = ()
+
+    def source(self, stored: torch.Tensor) -> torch.Tensor:
+        begin, shares = 0, []
+        for part in self.parts:
+            shares.append(stored.narrow(0, begin + part.start, part.length))
+            begin += part.total
+        return torch.cat(shares)
+
+
+def place_parts(parts: Sequence[OutputPart], rest: tuple[int, ...] = ()) -> Placement:
+    """Of one stored tensor with the entries of all ``parts``, each of shape ``rest``."""
+    total, length = sum(part.total for part in parts), sum(part.length for part in parts)
+    if total == length:
+        return Placement.whole((total, *rest))
+    return SegmentedPlacement((total, *rest), 0, 0, 0, length, parts=tuple(parts))
 
 
 @runtime_checkable

@@ -242,6 +242,10 @@ class LayerToolkit:
             bias=bias,
         )
 
+    def mamba_mixer(self, name: str, sizes: MambaSizes) -> MambaMixer:
+        """A Mamba-2 mixer with its projections, whose states are kept in the KV cache."""
+        return self._add(MambaMixer(name, sizes, self.linear_factory, self.config.block_size))
+
     def _add(self, layer: CachingLayer) -> CachingLayer:
         if layer.name in self.attention_layers:
             raise ValueError(f"attention layer {layer.name!r} exists already; layer names must be unique in a model")

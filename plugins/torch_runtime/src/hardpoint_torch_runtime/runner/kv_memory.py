@@ -26,7 +26,8 @@ DIMENSIONS = ("layer", "block", "head", "state", "content")
 
 class KVMemory:
     """Owns the buffers. ``views`` holds per layer [blocks, heads, states, content], content in the spec's dtype
-    (for attention: 2 * head size elements, keys before values) or in bytes where the spec has none."""
+    (for attention: 2 * head size elements, keys before values) or in bytes where the spec has none. ``states`` holds
+    the tensors of each recurrent layer, [blocks, *shape], over the same bytes."""
 
     def __init__(
         self,
@@ -43,11 +44,14 @@ class KVMemory:
         records = config.tensors_of(rank)
         self.buffers = _allocate(records, device)
         self.views: dict[str, torch.Tensor] = {}
+        self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         pages: dict[tuple[int, ...], torch.Tensor] = {}
         for record, buffer in zip(records, self.buffers, strict=True):
             for index, name in enumerate(record.layer_names):
                 place = LayerPlace(record, index, specs[name], config.num_blocks, config.layout)
                 self.views[name] = place.view(buffer, (kernel_block_sizes or {}).get(name))
+                if isinstance(place.spec, MambaSpec):
+                    self.states[name] = state_tensors(self.views[name], place.spec)
                 seen = place.pages(buffer)
                 # Groups that share memory have the same pages: clearing them once is enough.
                 pages[seen.data_ptr(), *seen.stride()] = seen
