@@ -168,7 +168,28 @@ def test_dummy_values_depend_on_seed_and_name_only(hf_folder: MakeFolder, as_art
     assert not first.accepts(artifact)
 
 
-def test_dummy_weights_of_other_architectures_are_refused(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+def test_dummy_weights_of_other_architectures_are_made_up_as_their_model_says(
+    hf_folder: MakeFolder, as_artifact: AsArtifact
+) -> None:
     root = hf_folder({"architectures": ["MambaForCausalLM"]}, tensors={})
+    loader = DummyWeightLoader(DummyOptions(seed=3))
+    info = loader.describe(as_artifact(root))
+    assert loader.num_bytes(info) == 0
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        next(loader.tensors(info))
+    wanted = [("a.weight", (3, 4)), ("a.LayerNorm.weight", (5,)), ("b.weight", (3, 4)), ("scalar", ())]
+    found = list(loader.invent(wanted))
+    assert [(one.name, one.shape) for one in found] == wanted
+    assert all(one.data.shape == one.shape and one.data.dtype == np.float32 for one in found)
+    assert np.array_equal(found[1].data, np.ones(5))
+    assert not np.array_equal(found[0].data, found[2].data)
+    (alone,) = loader.invent([("b.weight", (3, 4))])
+    np.testing.assert_array_equal(alone.data, found[2].data)
+
+
+def test_dummy_weights_of_sizes_that_cannot_be_are_refused_with_the_field(
+    hf_folder: MakeFolder, as_artifact: AsArtifact
+) -> None:
+    root = hf_folder({"architectures": ["MambaForCausalLM"], "hidden_size": -1}, tensors={})
+    with pytest.raises(ModelFormatError, match="hidden_size"):
         DummyWeightLoader(DummyOptions()).describe(as_artifact(root))

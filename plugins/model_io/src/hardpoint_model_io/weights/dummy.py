@@ -1,9 +1,13 @@
-"""Weight loader ``dummy``: reproducible pseudo-random weights for a ``config.json``, for benchmarks and tests."""
+"""Weight loader ``dummy``: reproducible pseudo-random weights for a ``config.json``, for benchmarks and tests.
+
+A worker that knows the tensors of its model asks for those, whatever the architecture; see :meth:`invent`. The names
+and shapes of common decoders are known here as well, for readers without a model.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import plugin
-from hardpoint_model_io.weights.config_json import describe_config
+from hardpoint_model_io.weights.config_json import CONFIG, describe_config
+from hardpoint_model_io.weights.sizes import check_sizes
 
 Shape = tuple[int, ...]
 
@@ -66,20 +71,33 @@ class DummyWeightLoader(WeightLoader):
 
     def describe(self, artifact: ModelArtifact) -> ModelInfo:
         info = describe_config(artifact, "dummy", None)
-        tensor_shapes(info)
+        # No files that could speak against a size that is no size.
+        check_sizes(info.config, (), f"{artifact.root}/{CONFIG}")
+        if info.architecture in _SUPPORTED:
+            tensor_shapes(info)
         return info
 
     def num_bytes(self, info: ModelInfo) -> int:
-        return 4 * sum(prod(shape) for shape in tensor_shapes(info).values())
+        """0 where only the model knows."""
+        shapes = tensor_shapes(info).values() if info.architecture in _SUPPORTED else ()
+        return 4 * sum(prod(shape) for shape in shapes)
 
     def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
-        for name, shape in tensor_shapes(info).items():
-            if name.endswith("norm.weight"):
-                data = np.ones(shape, dtype=np.float32)
-            else:
-                generator = np.random.default_rng((self._options.seed, zlib.crc32(name.encode())))
-                data = generator.standard_normal(shape, dtype=np.float32) * np.float32(self._options.scale)
-            yield WeightTensor(name, "float32", shape, data)
+        """Raises ``UnsupportedModelError`` for architectures whose tensors only a model knows."""
+        return self.invent(tensor_shapes(info).items())
+
+    def invent(self, wanted: Iterable[tuple[str, Shape]]) -> Iterator[WeightTensor]:
+        """float32 tensors of the names and shapes given; their values depend on seed, scale, name and shape alone."""
+        for name, shape in wanted:
+            yield WeightTensor(name, "float32", shape, self._values(name, shape))
+
+    def _values(self, name: str, shape: Shape) -> np.ndarray:
+        if name.lower().endswith("norm.weight"):
+            return np.ones(shape, dtype=np.float32)
+        generator = np.random.default_rng((self._options.seed, zlib.crc32(name.encode())))
+        values = generator.standard_normal(shape, dtype=np.float32)
+        values *= np.float32(self._options.scale)
+        return values
 
 
 def tensor_shapes(info: ModelInfo) -> dict[str, Shape]:
@@ -89,7 +107,8 @@ def tensor_shapes(info: ModelInfo) -> dict[str, Shape]:
     """
     if info.architecture not in _SUPPORTED:
         raise UnsupportedModelError(
-            f"dummy weights exist for {', '.join(_SUPPORTED)}, not for {info.architecture!r}; use real weights"
+            f"without its model, dummy weights exist for {', '.join(_SUPPORTED)}, not for {info.architecture!r}; "
+            "use real weights"
         )
     layout = _SUPPORTED[info.architecture]
     config, origin = info.config, info.artifact.root

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from hardpoint.interfaces.model_source import ModelInfo, WeightLoader, WeightTen
 from hardpoint_torch_runtime.layers.linear import ParallelLinear
 from hardpoint_torch_runtime.layers.linear_method import PackedLinearMethod
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
+from hardpoint_torch_runtime.weights.invented import WeightInventor
 from hardpoint_torch_runtime.weights.report import PartialModel, Problems, WeightReport
 from hardpoint_torch_runtime.weights.rules import RuleBook, WeightPlan
 from hardpoint_torch_runtime.weights.stacks import is_stack, unstack
@@ -57,14 +58,15 @@ def load_weights(
     """Fill every parameter of ``model`` (a torch module) from ``loader`` by ``model.weight_rules()``.
 
     Values are converted to the parameters' dtype. Afterwards each linear's method repacks what it wants to. Raises
-    one ``ModelFormatError`` naming the artifact and all missing, unexpected and ill-shaped tensors.
+    one ``ModelFormatError`` naming the artifact and all missing, unexpected and ill-shaped tensors. A loader that is
+    a :class:`WeightInventor` is asked for just what the rules expect.
     """
     started = time.perf_counter()
     slots = _slots(model)
     plan = WeightPlan(RuleBook(model.weight_rules()), slots)
     progress = _Progress()
     with torch.no_grad(), _bar(loader, info, show_progress and rank == 0) as bar:
-        for tensor in loader.tensors(info):
+        for tensor in _tensors(loader, info, plan, slots):
             for part in _parts(tensor, plan, progress):
                 _take(part, model, slots, plan, progress)
                 # Or it would live on while the loader unpacks the next one.
@@ -91,6 +93,19 @@ def _slots(model: Model) -> dict[str, _Slot]:
         for name, parameter in module.named_parameters(recurse=False):
             slots[f"{prefix}.{name}" if prefix else name] = _Slot(module, name, parameter)
     return slots
+
+
+def _tensors(
+    loader: WeightLoader, info: ModelInfo, plan: WeightPlan, slots: Mapping[str, _Slot]
+) -> Iterator[WeightTensor]:
+    if not isinstance(loader, WeightInventor):
+        return loader.tensors(info)
+    # Before the first one arrives, which changes what is still wanted.
+    wanted = [
+        (expected.stored_name, slots[parameter].place(expected.shard).stored_shape)
+        for parameter, expected in plan.wanted()
+    ]
+    return loader.invent(wanted)
 
 
 @contextmanager

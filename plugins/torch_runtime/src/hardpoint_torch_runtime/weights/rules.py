@@ -118,6 +118,10 @@ class WeightPlan:
                 self._awaited.setdefault(part, []).append(one)
                 self._parts[one.stored_name] = part
 
+    def wanted(self) -> tuple[tuple[str, Expected], ...]:
+        """Each parameter with a stored tensor that it waits for, in model order; of alternatives the first one."""
+        return tuple((parameter, names[0]) for (parameter, _), names in self._awaited.items())
+
     def arrived(self, stored_name: str) -> bool:
         """False if the part it fills has arrived before."""
         part = self._parts.get(stored_name)
