@@ -106,7 +106,7 @@ def start_runtime(
         _logger.info("%s", notice)
     for notice in selection.without_effect():
         _logger.warning("%s", notice)
-    runtime.attach_platform(runtime.make("platform", choice.name))
+    runtime.platform = runtime.make("platform", choice.name)
     return runtime
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -23,11 +23,10 @@ from hardpoint.errors import ConfigError, PluginError
 from hardpoint.ipc.memory import anonymous_file
 from hardpoint.logging import configure_logging, get_logger
 from hardpoint.plugins.hooks import HookRunner
+from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.report import LoadReport
+from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.roles import ProcessRole
-
-if TYPE_CHECKING:
-    from hardpoint.plugins.runtime import PluginRuntime
 
 __all__ = ["ChildProcess", "LoadReport", "announce_stop", "boot", "describe_exit", "spawn", "starting"]
 
@@ -166,9 +165,6 @@ def boot(
     Raises ``PluginMismatchError`` when the plugins installed here differ from the plan, ``PluginLoadError`` for a
     plugin that is needed and fails.
     """
-    from hardpoint.plugins.plan import PluginPlan
-    from hardpoint.plugins.runtime import PluginRuntime
-
     roles = frozenset(roles)
     title = "+".join(role for role in ProcessRole if role in roles)
     configure_logging(title if rank is None else f"{title}-{rank}", log_level)
@@ -180,7 +176,7 @@ def boot(
     hooks = HookRunner.from_runtime(runtime)  # Vendors prepare the process here: nothing has touched hardware yet.
     for planned in runtime.plan.of("platform"):
         if planned.active:
-            runtime.attach_platform(runtime.make("platform", planned.name))
+            runtime.platform = runtime.make("platform", planned.name)
     hooks.start(runtime)
     return runtime
 

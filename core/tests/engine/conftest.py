@@ -43,7 +43,7 @@ def _fakes_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fake_plan() -> PluginPlan:
-    choices = {**dict.fromkeys(KINDS, "fake"), "hash": "sha256"}
+    choices: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(KINDS, "fake"), "hash": "sha256"}
     return build_plan(discover([str(FAKES)]), PluginSelection(choices=choices))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.engine.detokenizer import Detokenizer
-from hardpoint.interfaces.tokenizer import DecodeStream
+from hardpoint.interfaces.request import SamplingParams
+from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer
 from hardpoint.testing import FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
@@ -39,6 +41,13 @@ def ids_of(text: str) -> list[int]:
 def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     return [ids[start:end] for start, end in itertools.pairwise(edges) if end > start]
+
+
+def detokenizer_of(
+    tokenizer: Tokenizer, stops: Sequence[str] = (), include: bool = False, min_tokens: int = 0
+) -> Detokenizer:
+    params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
+    return Detokenizer(tokenizer, (), params)
 
 
 def stream(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], int]:
@@ -72,7 +81,7 @@ def test_any_split_gives_the_text_stop_and_cut_of_a_full_search(
     ids: list[int], stops: list[str], include: bool, cuts: list[int]
 ) -> None:
     """I6.6, R6.65, R6.66: and what is shown never holds an excluded stop string."""
-    detokenizer = Detokenizer(WordTokenizer(), (), stop=stops, include_stop=include)
+    detokenizer = detokenizer_of(WordTokenizer(), stops, include)
     shown, used = stream(detokenizer, chunks(ids, cuts))
     text, stop, num_tokens = oracle(ids, WordTokenizer.words, stops, include)
     assert ("".join(shown), detokenizer.stopped_by, used) == (text, stop, num_tokens)
@@ -86,9 +95,8 @@ def test_shown_text_only_grows_and_ends_as_the_whole(
     text: str, stops: list[str], include: bool, cuts: list[int]
 ) -> None:
     parts = chunks(ids_of(text), cuts)
-    options = {"stop": stops, "include_stop": include}
-    shown, _ = stream(Detokenizer(TOKENIZER, (), **options), parts)  # type: ignore[arg-type]
-    whole = Detokenizer(TOKENIZER, (), **options)  # type: ignore[arg-type]
+    shown, _ = stream(detokenizer_of(TOKENIZER, stops, include), parts)
+    whole = detokenizer_of(TOKENIZER, stops, include)
     views = []
     for part in parts:
         whole.update(part)
@@ -102,20 +110,20 @@ def test_shown_text_only_grows_and_ends_as_the_whole(
 
 
 def test_without_stops_everything_is_shown_at_once() -> None:
-    detokenizer = Detokenizer(TOKENIZER, ())
+    detokenizer = detokenizer_of(TOKENIZER)
     assert [detokenizer.take(False) for i in ids_of("abc") if detokenizer.update([i])] == ["a", "b", "c"]
 
 
 def test_the_buffer_is_one_short_of_the_longest_stop() -> None:
     """R6.63: a shorter one leaks, a longer one delays."""
-    detokenizer = Detokenizer(TOKENIZER, (), stop=["xyz"])
+    detokenizer = detokenizer_of(TOKENIZER, ["xyz"])
     detokenizer.update(ids_of("abcd"))
     assert detokenizer.take(False) == "ab"
 
 
 def test_half_a_character_shows_nothing() -> None:
     """R6.70."""
-    detokenizer = Detokenizer(TOKENIZER, ())
+    detokenizer = detokenizer_of(TOKENIZER)
     *first, last = ids_of("😀")
     assert detokenizer.update(first) == 3
     assert detokenizer.take(False) == ""
@@ -126,7 +134,7 @@ def test_half_a_character_shows_nothing() -> None:
 def test_the_ending_token_is_recorded_but_not_shown() -> None:
     """R6.64; with stops included its text is part of the answer."""
     for include, text in ((False, "ab"), (True, "abc")):
-        detokenizer = Detokenizer(TOKENIZER, (), include_stop=include)
+        detokenizer = detokenizer_of(TOKENIZER, include=include)
         assert detokenizer.update(ids_of("abc"), stop_terminated=True) == 3
         assert detokenizer.take(True) == text
         assert detokenizer.num_tokens == 3
@@ -134,7 +142,7 @@ def test_the_ending_token_is_recorded_but_not_shown() -> None:
 
 def test_no_stop_fires_before_the_minimum() -> None:
     """R6.68, P6.11."""
-    detokenizer = Detokenizer(TOKENIZER, (), stop=["a"], min_tokens=3)
+    detokenizer = detokenizer_of(TOKENIZER, ["a"], min_tokens=3)
     assert detokenizer.update(ids_of("aaaa")) == 4
     assert detokenizer.stopped_by == "a"
     assert detokenizer.take(True) == "aaa"
@@ -142,14 +150,14 @@ def test_no_stop_fires_before_the_minimum() -> None:
 
 def test_the_earliest_completed_stop_wins_whatever_the_list_order() -> None:
     """R6.66."""
-    detokenizer = Detokenizer(WordTokenizer(), (), stop=["cab", "bc"])
+    detokenizer = detokenizer_of(WordTokenizer(), ["cab", "bc"])
     detokenizer.update([5])
     assert detokenizer.stopped_by == "bc"
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
     """R6.62, P6.10: what is kept to be searched stays as short as the stop strings ask."""
-    detokenizer = Detokenizer(TOKENIZER, (), stop=["stop!"])
+    detokenizer = detokenizer_of(TOKENIZER, ["stop!"])
     for _ in range(2000):
         detokenizer.update(ids_of("sto "))
         detokenizer.take(False)
@@ -170,4 +178,4 @@ class _BrokenStream:
 def test_a_broken_stream_is_not_hidden() -> None:
     """What tokens cannot do to a stream is the tokenizer's affair (R6.71, P6.12); anything else propagates."""
     with pytest.raises(ValueError, match="broken"):
-        Detokenizer(_BrokenTokenizer(), ()).update([65])
+        detokenizer_of(_BrokenTokenizer()).update([65])

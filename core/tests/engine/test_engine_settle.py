@@ -30,7 +30,7 @@ def settle(platform: FakePlatform, **cache: Any) -> EngineSettings:
     facts = {"architecture": "Fake", "max_position": 64, "vocab_size": 97, "dtype": "bfloat16", "loader": "fake"}
     info = ModelInfo(artifact=artifact, config={"num_hidden_layers": 2}, **facts)  # type: ignore[arg-type]
     runtime = PluginRuntime(PluginPlan(__version__), {ProcessRole.LAUNCHER})
-    runtime.attach_platform(platform)
+    runtime.platform = platform
     return _settle(runtime, EngineConfig.model_validate({"model": {"name": "some-model"}, "cache": cache}), info)
 
 

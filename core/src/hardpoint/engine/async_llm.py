@@ -36,7 +36,7 @@ OFF_LOOP_CHARS = 4096
 """Texts longer than this are tokenized on a thread, so that other streams go on."""
 
 
-class AsyncLLM:
+class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     """Implements ``EngineClient`` on one event loop; owns ``client``, the engine process.
 
     Made by :meth:`create` from a model's name, by :meth:`start` from a spec, or from its parts. ``limit``
@@ -183,9 +183,6 @@ class AsyncLLM:
         self.stats_fanout.flush()
         self._tokenizing.shutdown(wait=False)
         self._on_stop()
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown(drain=exception[0] is None)

@@ -12,28 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.interfaces.tokenizer import DecodeStream, Tokenizer
+from hardpoint.interfaces.request import SamplingParams
+from hardpoint.interfaces.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """``num_tokens`` counts every recorded token. Text before ``min_tokens`` is never searched (R6.68)."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self.stopped_by: str | None = None
-        self._stream: DecodeStream = tokenizer.decode_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
-        self._stop = tuple(stop)
-        self._min_tokens = min_tokens
-        self._include_stop = include_stop
+        self._stream = tokenizer.decode_stream(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._stop = params.stop
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
         self._reach = max((len(text) for text in self._stop), default=1) - 1
         self._final: list[str] = []
         self._window = ""

@@ -71,8 +71,7 @@ class InputProcessor:
         options = options or RequestOptions()
         validate_options(options)
         ids = self.tokenize(prompt) if token_ids is None else token_ids
-        checked = validate_sampling(params, len(ids), self._limits)
-        self._check_some_token_is_left(checked)
+        checked = validate_sampling(params, len(ids), self._limits, self._eos_token_ids)
         request_id = uuid.uuid4().hex
         requests = tuple(
             EngineRequest(
@@ -89,17 +88,6 @@ class InputProcessor:
             for index in range(checked.n)
         )
         return ProcessedRequest(request_id, prompt.text, tuple(ids.tolist()), checked, requests, arrival)
-
-    def _check_some_token_is_left(self, params: SamplingParams) -> None:
-        """Tokens that end the sequence are not drawn before ``min_tokens``: others must be allowed as well."""
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
-        if params.min_tokens and params.allowed_token_ids and stops.issuperset(params.allowed_token_ids):
-            raise InvalidRequestError(
-                f"allowed_token_ids holds only tokens that end the sequence, which min_tokens={params.min_tokens} "
-                "forbids at its beginning; allow others too, or set min_tokens to 0",
-                param="allowed_token_ids",
-                code="invalid_value",
-            )
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

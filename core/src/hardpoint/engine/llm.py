@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -37,7 +37,7 @@ DEFAULT_MAX_TOKENS = 256
 """Where a call gives no params: a model that never ends its text should not fill the whole context unasked."""
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """``LLM("smollm2").generate(["Hello"])``. Not thread-safe; use it as a context manager or call :meth:`shutdown`.
 
     ``settings`` are the command line's in their Python spelling (``dtype="bfloat16"``, ``max_num_seqs=8``).
@@ -129,9 +129,6 @@ class LLM:
             on_stop, self._on_stop = self._on_stop, None
             self.core.shutdown()
             on_stop()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

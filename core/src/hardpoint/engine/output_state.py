@@ -136,8 +136,11 @@ class RequestState:
         self.last_token: float | None = None
         self.ended: float | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] = []
-        indexes = range(len(processed.requests))
-        self.sequences = [SequenceState(self, i, _detokenizer(processed, tokenizer), texts) for i in indexes]
+        prompt, params = processed.prompt_token_ids, processed.params
+        self.sequences = [
+            SequenceState(self, i, Detokenizer(tokenizer, prompt, params) if params.detokenize else None, texts)
+            for i in range(len(processed.requests))
+        ]
 
     @property
     def finished(self) -> bool:
@@ -207,17 +210,3 @@ class RequestState:
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
-
-
-def _detokenizer(processed: ProcessedRequest, tokenizer: Tokenizer) -> Detokenizer | None:
-    params = processed.params
-    if not params.detokenize:
-        return None
-    return Detokenizer(
-        tokenizer,
-        processed.prompt_token_ids,
-        stop=params.stop,
-        min_tokens=params.min_tokens,
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-    )

@@ -52,7 +52,6 @@ class ProcessClient:
         self._context = zmq.Context()
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.setsockopt(zmq.SNDHWM, 0)
-        self._sender.setsockopt(zmq.LINGER, 0)
         self._sender.connect(address)
         self._decoder = Decoder[wire.FromEngine](wire.FromEngine)
         self._reader = self._loop.create_task(self._receive(), name="engine-frames")
@@ -135,10 +134,8 @@ class ProcessClient:
         self._die("the engine was shut down")
         self._reader.cancel()
         await asyncio.wait({self._reader})  # Its error, if it had one, was told when it ended.
-        self._receiver.close(linger=0)
-        self._receiver.context.term()
-        self._sender.close(linger=0)
-        self._context.term()
+        self._receiver.context.destroy(linger=0)
+        self._context.destroy(linger=0)
         return code
 
     def _send(self, message: wire.ToEngine) -> None:

@@ -23,22 +23,6 @@ MAX_CHARS_PER_TOKEN = 64
 MAX_EXTENSION_BYTES = 64 * 1024
 _LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
-_INT32_MAX = 2**31 - 1
-
-# Lowest and highest allowed value of each number; both ends included.
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, _INT32_MAX),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 10.0),
-    "min_tokens": (0, _INT32_MAX),
-    "seed": (-(2**63), 2**63 - 1),
-}
-# Zero is in the range above but divides or leaves nothing to draw from.
-_POSITIVE = frozenset({"top_p", "repetition_penalty"})
 
 
 def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidRequestError:
@@ -71,19 +55,17 @@ def validate_batch(num_prompts: int, n: int, limits: ModelLimits) -> None:
     _require(num_prompts * n <= total, message, "n")
 
 
-def validate_sampling(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
+def validate_sampling(
+    params: SamplingParams, prompt_len: int, limits: ModelLimits, eos_token_ids: Sequence[int] = ()
+) -> SamplingParams:
     """The same parameters with exact types and ``max_tokens`` filled in. ``prompt_len`` is in tokens."""
     typed = _typed(params)
     _check_n(typed.n, limits)
-    for name, (low, high) in _RANGES.items():
-        value = getattr(typed, name)
-        if value is not None and not (low <= value <= high and (value > 0 or name not in _POSITIVE)):
-            above = "above 0 and " if name in _POSITIVE else f"from {low} "
-            raise _refuse(f"{name} is {_shown(value)}; it must be {above}up to {high}", name)
     message = f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature"
     _require(typed.n == 1 or not typed.is_greedy, message, "n")
     _check_stop(typed, limits)
     _check_token_fields(typed, limits)
+    _check_some_token_is_left(typed, eos_token_ids)
     _check_logprobs(typed, limits)
     _check_extensions(typed)
     return _check_lengths(typed, prompt_len, limits)
@@ -161,7 +143,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _typed(params: SamplingParams) -> SamplingParams:
-    """Struct constructors check no types; converting the fields does, and turns lists into tuples."""
+    """Struct constructors check neither types nor ranges; converting the fields does, and makes lists tuples."""
     if not isinstance(params, SamplingParams):
         raise _refuse(f"params must be SamplingParams, not {type(params).__name__}", "params", "invalid_type")
     fields = msgspec.structs.asdict(params)
@@ -172,7 +154,9 @@ def _typed(params: SamplingParams) -> SamplingParams:
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         found = _PATH.search(str(error))
         param = found[1] if found else "params"
-        raise _refuse(f"{param} has a wrong type: {str(error).partition(' - at ')[0]}", param, "invalid_type") from None
+        fault = str(error).partition(" - at ")[0]
+        code = "invalid_value" if {*"<>"}.intersection(fault) else "invalid_type"
+        raise _refuse(f"{param} is {_shown(fields.get(param))}: {fault}", param, code) from None
 
 
 def _check_n(n: Any, limits: ModelLimits) -> None:
@@ -222,10 +206,15 @@ def _check_token_fields(params: SamplingParams, limits: ModelLimits) -> None:
     for param, ids in fields.items():
         _require(len(ids) <= limits.vocab_size, f"{param} has {len(ids)} entries; at most {limits.vocab_size}", param)
         _check_vocabulary(ids, param, limits)
-    for token_id, bias in params.logit_bias.items():
-        if not -100.0 <= bias <= 100.0:
-            raise _refuse(f"logit_bias of token {token_id} is {bias}; it must be from -100 to 100", "logit_bias")
     _require(all(params.bad_words_token_ids), "bad_words_token_ids holds an empty sequence", "bad_words_token_ids")
+
+
+def _check_some_token_is_left(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Tokens that end the sequence are not drawn before ``min_tokens``: others must be allowed as well."""
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    is_stuck = params.min_tokens and params.allowed_token_ids and stops.issuperset(params.allowed_token_ids)
+    message = "allowed_token_ids holds only tokens that end the sequence; allow others too, or set min_tokens to 0"
+    _require(not is_stuck, message, "allowed_token_ids")
 
 
 def _check_logprobs(params: SamplingParams, limits: ModelLimits) -> None:

@@ -154,13 +154,10 @@ class _Draft:
             named, reason = True, f"listed in {ENDPOINT_SETTING}"
         elif not named and spec.cardinality is not Cardinality.MANY:
             reason = "installed; imported only when asked for" if allowed else "installed; only when named"
+        facts = msgspec.structs.asdict(plugin)
         self.planned.append(
             PlannedPlugin(
-                kind=plugin.kind,
-                name=plugin.name,
-                distribution=plugin.distribution,
-                version=plugin.version,
-                entry_point=plugin.entry_point,
+                **{name: fact for name, fact in facts.items() if name in PlannedPlugin.__struct_fields__},
                 selected_by=SelectedBy.NAMED if named else SelectedBy.INSTALLED,
                 reason=reason,
                 active=named or spec.cardinality is Cardinality.MANY,

@@ -59,7 +59,8 @@ class PluginRuntime:
     """Implements ``PluginAccess`` for a process that holds ``roles``.
 
     ``rank`` is the worker's global rank. ``installed`` is a scan to verify the plan against, where the caller has
-    just made one; by default the process scans for itself. Raises ``PluginMismatchError`` when the process has other
+    just made one; by default the process scans for itself. ``platform`` is to be set once it was created, and is part
+    of every later context. Raises ``PluginMismatchError`` when the process has other
     plugins than the plan says.
     """
 
@@ -107,10 +108,6 @@ class PluginRuntime:
         if faults:
             advice = "install the same distributions for every process of the instance"
             raise PluginMismatchError(f"{self.process} differs from the plan: {'; '.join(faults)}; {advice}")
-
-    def attach_platform(self, platform: Platform) -> None:
-        """Make the created platform part of every later context."""
-        self.platform = platform
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Names installed and admitted for ``kind``, whatever this process's roles."""

@@ -76,22 +76,17 @@ def serve(config: AppConfig, environ: Mapping[str, str]) -> int:
 def bind(config: ServerConfig) -> socket.socket:
     """The listening socket, taken before anything slow happens. Raises ``ConfigError`` when it cannot be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:  # ValueError: not even the spelling of a name
         raise ConfigError(f"--host {config.host!r} cannot be bound: {getattr(error, 'strerror', error)}") from None
+    family, *_, address = found[0]
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        # Both versions of the protocol where the address means both, as systems do by default.
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --port or --host"
         ) from None
-    return listener
 
 
 class HttpServer(uvicorn.Server):
