@@ -14,6 +14,7 @@ from hardpoint.interfaces.attention import (
     AttentionMetadataBuilder,
     BlockSizeRule,
     CommonAttentionMetadata,
+    GraphSupport,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
@@ -101,8 +102,19 @@ class AttentionGroups:
         thresholds = [builder.reorder_threshold for group in self.groups for _, builder in group.builders]
         return min((threshold for threshold in thresholds if threshold is not None), default=None)
 
-    def build(self, batch: InputBatch, step: SchedulerOutput) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    @property
+    def graph_support(self) -> GraphSupport:
+        """What all builders tolerate."""
+        supports = [builder.graph_support for group in self.groups for _, builder in group.builders]
+        return min(supports, default=GraphSupport.ALWAYS)
+
+    def build(
+        self, batch: InputBatch, step: SchedulerOutput, *, for_graph: bool = False
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Metadata and slot mapping by layer name; layers of one group and shape get the same objects (R4.51).
+
+        ``for_graph``: what the host says holds for all steps of the batch's shape, so ``max_seq_len`` is all that a
+        block table can hold, and no blocks are common.
 
         Raises ``RuntimeError`` for guesses at what a recurrent layer reads next: nothing could take them back.
         """
@@ -115,24 +127,27 @@ class AttentionGroups:
         mappings: dict[str, torch.Tensor] = {}
         for index, group in enumerate(self.groups):
             for names, builder in group.builders:
-                metadata.update(dict.fromkeys(names, builder.build(self._common(batch, step, index))))
+                metadata.update(dict.fromkeys(names, builder.build(self._common(batch, step, index, for_graph))))
             mappings.update(dict.fromkeys(group.layer_names, batch.slot_mappings[index]))
         return metadata, mappings
 
-    def _common(self, batch: InputBatch, step: SchedulerOutput, index: int) -> CommonAttentionMetadata:
-        prefix_blocks = step.num_common_prefix_blocks[index] if index < len(step.num_common_prefix_blocks) else 0
+    def _common(self, batch: InputBatch, step: SchedulerOutput, index: int, for_graph: bool) -> CommonAttentionMetadata:
+        known = 0 if for_graph else len(step.num_common_prefix_blocks)
+        prefix_blocks = step.num_common_prefix_blocks[index] if index < known else 0
+        block_size = self.groups[index].kernel_block_size
         return CommonAttentionMetadata(
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_seq_len=batch.block_tables[index].shape[1] * block_size if for_graph else batch.max_seq_len,
             query_start_loc=batch.query_start_loc,
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens=batch.seq_lens,
             seq_lens_cpu=batch.seq_lens_cpu,
             block_table=batch.block_tables[index],
             slot_mapping=batch.slot_mappings[index],
-            block_size=self.groups[index].kernel_block_size,
+            block_size=block_size,
+            for_graph=for_graph,
             causal=self.groups[index].is_causal,
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
         )

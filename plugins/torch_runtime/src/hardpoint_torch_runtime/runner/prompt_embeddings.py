@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hardpoint.interfaces.request import Int32Array
 from hardpoint.interfaces.step import NewRow
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ class PromptEmbeddings:
 
     def drop(self, slot: int) -> None:
         self._by_slot.pop(slot, None)
+
+    def any_wanted(self, slots: Int32Array, num_computed: Int32Array) -> bool:
+        """Whether a row that has computed ``num_computed`` tokens goes on within embeddings of its own."""
+        if not self._by_slot:
+            return False
+        rows = zip(slots.tolist(), num_computed.tolist(), strict=True)
+        return any(computed < len(self._by_slot.get(slot, ())) for slot, computed in rows)
 
     def for_batch(self, batch: InputBatch, model: Model) -> torch.Tensor | None:
         """Embeddings [T', C] of the whole batch when any of its rows brings its own, else None."""
