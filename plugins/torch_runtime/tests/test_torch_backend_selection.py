@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginNotFoundError
-from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
@@ -59,6 +59,27 @@ def test_cap_dtypes_and_block_size_are_passed_on(world: Any) -> None:
     assert (need.block_size, need.batch_invariant, need.device) == (world.block_size, True, DEVICE)
 
 
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_size": 64,
+    "head_dim": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+}
+
+
+def test_latents_are_one_head_that_no_rank_has_less_of(world: Any) -> None:
+    need = need_of(world, LATENT)
+    assert (need.uses_mla, need.num_heads, need.num_kv_heads, need.head_size) == (True, 8, 1, 20)
+    parallel = ParallelSlice(world_size=4, tensor_parallel_size=4)
+    need = need_of(world, LATENT, parallel=parallel)
+    assert (need.uses_mla, need.num_heads, need.num_kv_heads, need.head_size) == (True, 2, 1, 20)
+    assert not need_of(world, {**LATENT, "kv_lora_rank": None}).uses_mla
+    with pytest.raises(ModelFormatError, match="qk_rope_head_dim = None"):
+        need_of(world, {**LATENT, "qk_rope_head_dim": None})
+
+
 @pytest.mark.parametrize("value", [0, -1, "4", 2.0, True, None])
 def test_unusable_head_counts_are_named(world: Any, value: Any) -> None:
     with pytest.raises(ModelFormatError, match="num_attention_heads = "):
@@ -78,6 +99,21 @@ class TestChoice:
         assert choice.backend is backends["b"]
         assert choice.refused == (("a", "needs a GPU"),)
         assert choice.table() == "a: needs a GPU; loop: chosen"
+
+    def test_a_backend_that_knows_no_latents_is_passed_over(self, world: Any, loop_backend: Any) -> None:
+        """R5.12, R5.5."""
+        need = need_of(world, LATENT)
+
+        class KeysAndValues(loop_backend):
+            def refuse(self, need: AttentionNeed) -> str | None:
+                return "keys and values lie apart here" if need.uses_mla else None
+
+        backends = {"apart": KeysAndValues(), "latent": loop_backend()}
+        choice = select_attention_backend(backends.__getitem__, ["apart", "latent"], need)
+        assert choice.backend is backends["latent"]
+        assert choice.refused == (("apart", "keys and values lie apart here"),)
+        with pytest.raises(ConfigError, match="'apart' was asked for but refuses: keys and values lie apart here"):
+            select_attention_backend(backends.__getitem__, ["latent"], need, forced="apart")
 
     def test_a_candidate_that_cannot_load_is_a_refusal_unless_forced(self, need: Any, loop_backend: Any) -> None:
         good = loop_backend()
