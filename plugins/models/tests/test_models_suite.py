@@ -11,6 +11,25 @@ from hardpoint_testing_torch import ModelSuite
 
 
 @pytest.mark.slow
+class TestBert(ModelSuite):
+    plugin: ClassVar[str | None] = "BertModel"
+
+
+@pytest.mark.slow
+class TestBertOfAnotherTask(ModelSuite):
+    plugin: ClassVar[str | None] = "BertForMaskedLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "hidden_size": 36,
+        "num_attention_heads": 12,
+        "intermediate_size": 41,
+        "vocab_size": 97,
+        "type_vocab_size": 3,
+        "hidden_act": "relu",
+    }
+    unknown_config: ClassVar[Mapping[str, Any]] = {"hidden_act": "of_nobody", "is_decoder": True}
+
+
+@pytest.mark.slow
 class TestGemma3(ModelSuite):
     plugin: ClassVar[str | None] = "Gemma3ForCausalLM"
     checkpoint_config: ClassVar[Mapping[str, Any]] = {

@@ -15,7 +15,7 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheSpec
-from hardpoint.interfaces.kv_cache_specs import MambaCacheMode, MambaSpec
+from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
 from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
@@ -157,6 +157,16 @@ class LocalDriver:
             cache[blocks] = torch.nan
         self._free = blocks[::-1] + self._free
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """False where a layer keeps one state of a sequence, that behind its last token: no prefix has one."""
+        return not any(isinstance(spec, MambaSpec) and spec.mode is not MambaCacheMode.ALL for spec in self._builders)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """False for encoders, whose tokens see those behind them: their prompts are computed in one step."""
+        return not any(isinstance(spec, EncoderOnlyAttentionSpec) for spec in self._builders)
+
     def share(self, name: str, owner: str, num_tokens: int) -> None:
         """Begin ``name`` with the first ``num_tokens`` of ``owner``, whole blocks, as if they were found in a cache."""
         blocks, rest = divmod(num_tokens, self._block_size)
@@ -169,11 +179,12 @@ class LocalDriver:
 
     @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]], *, num_padding: int = 0) -> dict[str, torch.Tensor]:
-        """Feed each named sequence its next tokens, all in one step. Returns logits [tokens, V] per sequence."""
+        """Feed each named sequence its next tokens, all in one step. Returns logits [tokens, V] per sequence, or the
+        hidden states [tokens, C] of a model that does not generate."""
         output = self.run(chunks, num_padding=num_padding)
         if isinstance(output, StageOutput):
             raise TypeError("this stage has no head; use run() and hand its intermediates to the next stage")
-        logits = self.model.logits(output)
+        logits = self.model.logits(output) if "generate" in self.model.info.tasks else output
         return dict(zip(chunks, torch.split(logits, [len(chunk) for chunk in chunks.values()]), strict=True))
 
     @torch.inference_mode()
@@ -245,7 +256,9 @@ class LocalDriver:
 
 
 def _for_spec(spec: KVCacheSpec, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """One state for a whole sequence has one position for all of its tokens."""
+    """One state for a whole sequence has one position for all of its tokens; an encoder's tokens see both sides."""
+    if isinstance(spec, EncoderOnlyAttentionSpec):
+        return replace(common, causal=False)
     if isinstance(spec, MambaSpec) and spec.mode is MambaCacheMode.NONE:
         return replace(common, block_size=common.max_seq_len)
     return common

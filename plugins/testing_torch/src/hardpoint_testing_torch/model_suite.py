@@ -1,7 +1,8 @@
 """Conformance of the plugin kind ``model``: derive from :class:`ModelSuite` and name yours.
 
 Where Hugging Face knows the architecture, a tiny random checkpoint and the oracle are made from it; otherwise override
-:meth:`ModelSuite.create_checkpoint`.
+:meth:`ModelSuite.create_checkpoint`. Models that do not generate are held to their hidden states instead of logits,
+encoders to prompts that are computed in one step.
 """
 
 from __future__ import annotations
@@ -186,15 +187,20 @@ class ModelSuite(PluginSuite):
     @pytest.mark.parametrize("way", ["prefill", "chunked", "decode", "batched"])
     def test_logits_equal_the_oracles(self, harness: ParityHarness, way: str) -> None:
         """A prompt at once, in chunks with padding behind them, token by token, and next to others."""
+        if way in ("chunked", "decode"):
+            self._need_chunks(harness)
         error = getattr(harness, way)()
         assert error <= self.max_relative_error, f"{way}: relative error {error:.3g} over {self.max_relative_error}"
 
     def test_greedy_tokens_equal_the_oracles(self, harness: ParityHarness) -> None:
+        if not self._generates(harness.model):
+            pytest.skip("the model does not generate")
         assert harness.greedy_differences(count=24) == 0, "greedy tokens differ where the oracle has no near-tie"
 
     @pytest.mark.parametrize("block_size", [1, 16])
     def test_block_sizes(self, checkpoint: ModelCheckpoint, block_size: int) -> None:
         harness = ParityHarness(checkpoint, self._factory, PlainAttentionBackend(), block_size=block_size)
+        self._need_chunks(harness)
         assert harness.chunked() <= self.max_relative_error
 
     def test_bfloat16(self, checkpoint: ModelCheckpoint) -> None:
@@ -213,15 +219,33 @@ class ModelSuite(PluginSuite):
 
     @torch.inference_mode()
     def test_logits_of_any_rows(self, harness: ParityHarness) -> None:
-        """[S, C] to [S, V]: only sampled rows are projected, sometimes none, and the hidden states stay."""
+        """[S, C] to [S, V]: only sampled rows are projected, sometimes none, and the hidden states stay. A model that
+        does not generate says so."""
         hidden = harness.driver.run({"a": PROMPT})
         hidden = self._hidden(hidden, len(PROMPT))
         before = hidden.clone()
+        if not self._generates(harness.model):
+            with pytest.raises(RuntimeError):
+                harness.model.logits(hidden)
+            return
         whole = harness.model.logits(hidden)
         assert torch.equal(hidden, before), "logits() wrote into the hidden states"
         assert whole.shape == (len(PROMPT), harness.tiny.info.vocab_size)
         self.close(harness.model.logits(hidden[[7, 2]]), whole[[7, 2]], "logits of two rows")
         assert harness.model.logits(hidden[:0]).shape == (0, harness.tiny.info.vocab_size)
+
+    @staticmethod
+    def _generates(model: Model) -> bool:
+        return "generate" in model.info.tasks
+
+    def _outcome(self, model: Model, hidden: torch.Tensor) -> torch.Tensor:
+        """What the oracle tells: logits, or the hidden states of a model that has none."""
+        return model.logits(hidden) if self._generates(model) else hidden
+
+    @staticmethod
+    def _need_chunks(harness: ParityHarness) -> None:
+        if not harness.driver.takes_chunks:
+            pytest.skip("prompts of an encoder are computed in one step")
 
     def _hidden(self, output: torch.Tensor | StageOutput, tokens: int) -> torch.Tensor:
         if not isinstance(output, StageOutput):
@@ -275,7 +299,7 @@ class ModelSuite(PluginSuite):
         before = embeddings.clone()
         hidden = self._hidden(harness.driver.run({"a": PROMPT}, embeddings=embeddings), len(PROMPT))
         assert torch.equal(embeddings, before), "forward() wrote into the embeddings it was given"
-        self.close(harness.model.logits(hidden), harness.tiny.logits(PROMPT), "from embeddings")
+        self.close(self._outcome(harness.model, hidden), harness.tiny.logits(PROMPT), "from embeddings")
 
     @torch.inference_mode()
     def test_stages_together_are_the_whole(self, checkpoint: ModelCheckpoint) -> None:
@@ -298,7 +322,7 @@ class ModelSuite(PluginSuite):
             hidden = self._hidden(second.run({"a": PROMPT}, intermediates=handed.intermediates), len(PROMPT))
             for name, tensor in copies.items():
                 assert torch.equal(handed.intermediates[name], tensor), f"forward() wrote into intermediate {name!r}"
-            self.close(last.logits(hidden), checkpoint.logits(PROMPT), f"cut at layer {cut}")
+            self.close(self._outcome(last, hidden), checkpoint.logits(PROMPT), f"cut at layer {cut}")
 
     def test_a_stage_says_what_it_lacks(self, checkpoint: ModelCheckpoint) -> None:
         count = self._num_layers(checkpoint)

@@ -82,7 +82,7 @@ class ParityHarness:
         return self.chunked((prompt_length, *(1,) * count))
 
     def batched(self, lengths: tuple[int, ...] = (30, 7, 18, 1)) -> float:
-        """Several prompts at once, in random chunks that start and end at different steps."""
+        """Several prompts at once, in random chunks that start and end at different steps; whole ones of encoders."""
         prompts = {f"batched-{index}": self.prompt(length) for index, length in enumerate(lengths)}
         logits: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
         while len(waiting := [n for n, p in prompts.items() if self.driver.num_computed(n) < len(p)]):
@@ -90,7 +90,8 @@ class ParityHarness:
             chunks = {}
             for name in chosen:
                 done = self.driver.num_computed(name)
-                chunks[name] = prompts[name][done : done + self._random.choice((1, 1, 2, 5, 20))]
+                size = self._random.choice((1, 1, 2, 5, 20)) if self.driver.takes_chunks else len(prompts[name])
+                chunks[name] = prompts[name][done : done + size]
             for name, part in self.driver.step(chunks, num_padding=self._random.randint(0, 3)).items():
                 logits[name].append(part)
         for name in prompts:
@@ -184,6 +185,11 @@ def measure_parity(
         "prefix": harness.prefix,
         "preempted": harness.preempted,
     }
+    if not harness.driver.takes_chunks:
+        modes = {mode: modes[mode] for mode in ("prefill", "batched")}
+    elif not harness.driver.shares_prefixes:
+        del modes["prefix"]
     results = [ModeResult(mode, run()) for mode, run in modes.items()]
-    results.append(ModeResult("greedy", 0.0, num_differences=harness.greedy_differences()))
+    if "generate" in tiny.info.tasks:
+        results.append(ModeResult("greedy", 0.0, num_differences=harness.greedy_differences()))
     return ParityReport(tiny.info.architecture, "in memory", tuple(results))

@@ -37,7 +37,8 @@ class ModelCheckpoint(Protocol):
         """What the checkpoint stores, by name."""
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """float32 [tokens, vocabulary] of one sequence."""
+        """float32 [tokens, vocabulary] of one sequence; of a model that does not generate its last hidden states
+        [tokens, hidden size] instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,10 @@ class TinyModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """float32 [tokens, vocabulary] of one sequence."""
+        """float32 [tokens, vocabulary] of one sequence; of a model that does not generate its last hidden states
+        [tokens, hidden size] instead."""
+        if "generate" not in self.info.tasks:
+            return self.oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0].float()
         return self.oracle(torch.tensor([token_ids])).logits[0].float()
 
     @torch.inference_mode()
@@ -99,7 +103,8 @@ def make_tiny_model(
             parameter.copy_(parameter.to(dtype).float())
     # A copy is narrowed: the oracle's own tables (rotary frequencies) must keep float32.
     copy.deepcopy(oracle).to(dtype).save_pretrained(folder)
-    return TinyModel(oracle, folder, model_info(folder, architecture))
+    tasks = ("generate",) if model_class.can_generate() else ("embed",)
+    return TinyModel(oracle, folder, model_info(folder, architecture, tasks))
 
 
 def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +114,7 @@ def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in oracle.named_buffers() if name in stored)
 
 
-def model_info(folder: Path, architecture: str) -> ModelInfo:
+def model_info(folder: Path, architecture: str, tasks: tuple[str, ...] = ("generate",)) -> ModelInfo:
     """What a loader would say about a saved folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = tuple(sorted(path.name for path in folder.iterdir()))
@@ -121,4 +126,5 @@ def model_info(folder: Path, architecture: str) -> ModelInfo:
         vocab_size=config["vocab_size"],
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         loader="safetensors",
+        tasks=tasks,
     )
