@@ -43,10 +43,50 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "head_dim": 16,
 }
+_DEEPSEEK: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
 _ROUTED: Mapping[str, float] = {"bfloat16": 0.1}
 """Rounding may choose another expert, which changes all that follows."""
 
 CASES: tuple[ParityCase, ...] = (
+    ParityCase(
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "topk_method": "greedy", "n_group": None, "topk_group": None},
+        limits=_ROUTED,
+    ),
+    ParityCase("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}, limits=_ROUTED),
+    ParityCase(
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "kv_lora_rank": 18,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
+        },
+        "odd sizes, queries whole, biases, tied, YaRN",
+        limits=_ROUTED,
+    ),
     ParityCase("Gemma3ForCausalLM", _GEMMA3),
     ParityCase(
         "Gemma3ForCausalLM",

@@ -22,8 +22,10 @@ def installed_factory(kind: str, name: str) -> Any:
     raise PluginNotFoundError(f"no plugin {kind}:{name} is installed; installed: {others}")
 
 
-def installed_loader(name: str) -> WeightLoader:
-    """The weight loader ``name``, dequantizing what is packed."""
-    context = WeightLoaderContext(name=name, api_version=1, roles=frozenset({ProcessRole.WORKER}), rank=0)
+def installed_loader(name: str, *, packed: bool = False) -> WeightLoader:
+    """The weight loader ``name``, dequantizing what is stored packed, unless that is wanted as it is."""
+    context = WeightLoaderContext(
+        name=name, api_version=1, roles=frozenset({ProcessRole.WORKER}), rank=0, packed=packed
+    )
     loader: WeightLoader = installed_factory("weight_loader", name)(context, NoOptions())
     return loader

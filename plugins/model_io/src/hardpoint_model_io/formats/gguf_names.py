@@ -38,9 +38,11 @@ class GgufArchitecture:
         gguf: value of ``general.architecture``.
         architecture: plugin name of kind ``model``.
         model_type: the Hugging Face family name.
-        stems: tensor stem to Hugging Face stem; ``blk.N.`` becomes ``model.layers.N.``.
+        stems: tensor stem to Hugging Face stem; ``blk.N.`` becomes ``model.layers.N.``. A ``*`` in it is the number of
+            an expert: the tensor is a stack of one matrix for each.
         transforms: by tensor stem.
         constants: config fields the format leaves to the architecture.
+        marker: metadata key without which the next row of the same ``gguf`` is meant.
         head_dim_keys: metadata keys that give ``head_dim``, first match; otherwise hidden size over heads.
     """
 
@@ -51,6 +53,7 @@ class GgufArchitecture:
     fields: tuple[MetadataField, ...]
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    marker: str | None = None
     head_dim_keys: tuple[str, ...] = ("attention.key_length",)
 
 
@@ -89,18 +92,47 @@ _GEMMA3_STEMS = _DECODER_STEMS | _QK_NORM_STEMS | {
 # Gemma scales by one plus the weight; the file stores the sum.
 _GEMMA3_NORMS = {stem: Transform.SUBTRACT_ONE for stem in _GEMMA3_STEMS if stem.endswith("_norm")}
 
+_EXPERT_FIELDS = (
+    MetadataField("expert_count", "num_experts", int, required=True),
+    MetadataField("expert_used_count", "num_experts_per_tok", int, required=True),
+    MetadataField("expert_feed_forward_length", "moe_intermediate_size", int, required=True),
+)
+_MIXTRAL_FIELDS = (
+    MetadataField("expert_count", "num_local_experts", int, required=True),
+    MetadataField("expert_used_count", "num_experts_per_tok", int, required=True),
+)
+
+
+def _expert_stems(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    parts = {"blk.ffn_gate_exps": gate, "blk.ffn_up_exps": up, "blk.ffn_down_exps": down}
+    return {"blk.ffn_gate_inp": f"{block}.gate", **{stem: f"{block}.experts.*.{part}" for stem, part in parts.items()}}
+
+
 _SILU = {"hidden_act": "silu"}
+# The file pairs neighboring rows for its rotary embedding; Hugging Face pairs the two halves of a head.
+_PAIRED = {"blk.attn_q": Transform.UNPERMUTE_QUERY, "blk.attn_k": Transform.UNPERMUTE_KEY}
+_LLAMA_HEAD_DIM = ("attention.key_length", "rope.dimension_count")
 _ROWS = (
+    GgufArchitecture(
+        gguf="llama",
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        stems=_DECODER_STEMS | _expert_stems("block_sparse_moe", "w1", "w3", "w2"),
+        fields=_DECODER_FIELDS + _MIXTRAL_FIELDS,
+        transforms=_PAIRED,
+        constants=_SILU,
+        marker="expert_count",
+        head_dim_keys=_LLAMA_HEAD_DIM,
+    ),
     GgufArchitecture(
         gguf="llama",
         architecture="LlamaForCausalLM",
         model_type="llama",
         stems=_DECODER_STEMS,
         fields=_DECODER_FIELDS,
-        # The file pairs neighboring rows for its rotary embedding; Hugging Face pairs the two halves of a head.
-        transforms={"blk.attn_q": Transform.UNPERMUTE_QUERY, "blk.attn_k": Transform.UNPERMUTE_KEY},
+        transforms=_PAIRED,
         constants=_SILU | {"mlp_bias": False},
-        head_dim_keys=("attention.key_length", "rope.dimension_count"),
+        head_dim_keys=_LLAMA_HEAD_DIM,
     ),
     GgufArchitecture(
         gguf="qwen2",
@@ -119,6 +151,15 @@ _ROWS = (
         constants=_SILU,
     ),
     GgufArchitecture(
+        gguf="qwen3moe",
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        stems=_DECODER_STEMS | _QK_NORM_STEMS | _expert_stems("mlp", "gate_proj", "up_proj", "down_proj"),
+        fields=_DECODER_FIELDS + _EXPERT_FIELDS,
+        # The format cannot say otherwise, and whoever reads it renormalizes.
+        constants=_SILU | {"norm_topk_prob": True},
+    ),
+    GgufArchitecture(
         gguf="gemma3",
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
@@ -135,39 +176,50 @@ _ROWS = (
         },
     ),
 )
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {row.gguf: row for row in _ROWS}
 
 # Tensors that carry no weights: rotary tables, which the configuration expresses instead.
 IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
-_TENSOR_NAME = re.compile(r"(?:(blk)\.(\d{1,6})\.)?([a-z0-9_]+)\.(weight|bias)")
+_TENSOR_NAME = re.compile(
+    r"(?:(?P<block>blk)\.(?P<layer>\d{1,6})\.)?(?P<stem>[a-z0-9_]+)(?:\.(?P<expert>\d{1,6}))?\.(?P<kind>weight|bias)"
+)
 
 
-def find_architecture(name: object, path: str) -> GgufArchitecture:
-    """Raises ``UnsupportedModelError`` naming the file and the known architectures."""
-    row = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if row is None:
-        raise UnsupportedModelError(
-            f"{path}: GGUF architecture {name!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
-    return row
+def find_architecture(metadata: Mapping[str, Any], path: str) -> GgufArchitecture:
+    """The row for a file's metadata. Raises ``UnsupportedModelError`` naming the file and the known architectures."""
+    name = metadata.get("general.architecture")
+    for row in _ROWS:
+        if row.gguf == name and (row.marker is None or metadata.get(f"{name}.{row.marker}")):
+            return row
+    known = ", ".join(sorted({row.gguf for row in _ROWS}))
+    raise UnsupportedModelError(f"{path}: GGUF architecture {name!r} is not supported; supported are {known}")
 
 
 @dataclass(frozen=True, slots=True)
 class MappedName:
-    """Hugging Face name of a stored tensor and what to undo when reading it."""
+    """Hugging Face name of a stored tensor and what to undo when reading it. A ``*`` in the name stands for the number
+    of an expert: the tensor is a stack of one matrix for each."""
 
     name: str
     transform: Transform | None
+
+    @property
+    def is_stack(self) -> bool:
+        return "*" in self.name
 
 
 def map_tensor_name(row: GgufArchitecture, stored: str, path: str) -> MappedName:
     """Raises ``UnsupportedModelError`` naming the tensor when the architecture has no such part."""
     match = _TENSOR_NAME.fullmatch(stored)
-    stem = f"blk.{match[3]}" if match and match[1] else match[3] if match else ""
-    target = row.stems.get(stem)
+    stem, target = "", None
+    if match is not None:
+        stem = f"blk.{match['stem']}" if match["block"] else match["stem"]
+        # Old files hold the matrices of each expert apart.
+        target = row.stems.get(stem if match["expert"] is None else f"{stem}_exps")
     if match is None or target is None:
         raise UnsupportedModelError(
             f"{path}: tensor {stored!r} is not part of the architecture {row.gguf!r} as known here"
         )
-    prefix = f"model.layers.{int(match[2])}." if match[1] else ""
-    return MappedName(f"{prefix}{target}.{match[4]}", row.transforms.get(stem))
+    if match["expert"] is not None:
+        target = target.replace("*", str(int(match["expert"])))
+    prefix = f"model.layers.{int(match['layer'])}." if match["block"] else ""
+    return MappedName(f"{prefix}{target}.{match['kind']}", row.transforms.get(stem))

@@ -75,7 +75,7 @@ class GgufWeightLoader(WeightLoader):
             if stored.name in IGNORED_TENSORS:
                 continue
             mapped = map_tensor_name(row, stored.name, file.path)
-            yield _read_tensor(file, stored, mapped, info, self._packed)
+            yield from _read(file, stored, mapped, info, self._packed)
             release_pages(file.data, stored.offset, stored.num_bytes)
 
 
@@ -83,7 +83,7 @@ def _open(artifact: ModelArtifact) -> tuple[GgufFile, GgufArchitecture]:
     if len(artifact.files) != 1:
         raise ModelFormatError(f"{artifact.root}: a GGUF model is one file, not {len(artifact.files)}")
     file = read_gguf(confined_path(artifact.root, artifact.files[0]))
-    return file, find_architecture(file.metadata.get("general.architecture"), file.path)
+    return file, find_architecture(file.metadata, file.path)
 
 
 def _dominant_dtype(file: GgufFile) -> str:
@@ -94,12 +94,29 @@ def _dominant_dtype(file: GgufFile) -> str:
 
 
 def _yielded_bytes(mapped: MappedName, stored: GgufTensor, packed: bool) -> int:
-    """Size of what :func:`_read_tensor` makes of a tensor."""
+    """Size of what :func:`_read` makes of a tensor."""
     is_dequantized = mapped.transform is Transform.SUBTRACT_ONE or (stored.type.is_packed and not packed)
     return 4 * prod(stored.shape) if is_dequantized else stored.num_bytes
 
 
-def _read_tensor(file: GgufFile, stored: GgufTensor, mapped: MappedName, info: ModelInfo, packed: bool) -> WeightTensor:
+def _read(
+    file: GgufFile, stored: GgufTensor, mapped: MappedName, info: ModelInfo, packed: bool
+) -> Iterator[WeightTensor]:
+    """The tensor; of a stack one expert at a time, so that no more than that is ever unpacked."""
+    raw, shape = file.raw(stored), stored.shape
+    if not mapped.is_stack:
+        yield _convert(file, stored, mapped, info, packed)
+        return
+    if len(shape) != 3:
+        raise ModelFormatError(
+            f"{file.path}: tensor {stored.name!r} of shape {list(shape)} is no stack of one matrix per expert; "
+            "download the file again"
+        )
+    for expert, matrix in enumerate(raw):
+        yield _as_stored(mapped.name.replace("*", str(expert)), matrix, stored, shape[1:], packed)
+
+
+def _convert(file: GgufFile, stored: GgufTensor, mapped: MappedName, info: ModelInfo, packed: bool) -> WeightTensor:
     kind, shape = stored.type, stored.shape
     raw = file.raw(stored)
     if mapped.transform in (Transform.UNPERMUTE_QUERY, Transform.UNPERMUTE_KEY):
@@ -108,12 +125,17 @@ def _read_tensor(file: GgufFile, stored: GgufTensor, mapped: MappedName, info: M
     if mapped.transform is Transform.SUBTRACT_ONE:
         values = dequantize(raw, kind, shape) - np.float32(1)
         return WeightTensor(mapped.name, "float32", shape, values)
+    return _as_stored(mapped.name, raw, stored, shape, packed)
+
+
+def _as_stored(name: str, raw: np.ndarray, stored: GgufTensor, shape: tuple[int, ...], packed: bool) -> WeightTensor:
+    """Plain values as they are; packed ones as they are or as float32."""
+    kind = stored.type
     if not kind.is_packed:
-        data = raw.view(_PLAIN_DTYPES[kind.storage_name]).reshape(shape)
-        return WeightTensor(mapped.name, kind.storage_name, shape, data)
+        return WeightTensor(name, kind.storage_name, shape, raw.view(_PLAIN_DTYPES[kind.storage_name]).reshape(shape))
     if packed:
-        return WeightTensor(mapped.name, kind.storage_name, shape, raw, lambda: dequantize(raw, kind, shape))
-    return WeightTensor(mapped.name, "float32", shape, dequantize(raw, kind, shape))
+        return WeightTensor(name, kind.storage_name, shape, raw, lambda: dequantize(raw, kind, shape))
+    return WeightTensor(name, "float32", shape, dequantize(raw, kind, shape))
 
 
 def _unpermute(raw: np.ndarray, num_rows: int, num_heads: int, origin: str) -> np.ndarray:

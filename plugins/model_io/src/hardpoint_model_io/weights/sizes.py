@@ -10,7 +10,10 @@ from hardpoint.errors import ModelFormatError
 
 __all__ = ["check_sizes"]
 
-_LENGTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_LENGTHS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+)
 _SLACK = 16
 """Quantized checkpoints store up to this many values in one element: 2-bit codes in a 32-bit word."""
 
