@@ -18,6 +18,7 @@ from hardpoint.interfaces import (
     BlockSizeRule,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -106,6 +107,18 @@ def test_the_block_count_can_be_given() -> None:
 
 def test_a_model_without_kv_needs_no_memory() -> None:
     assert plan({}) == KVCacheConfig(num_blocks=1, groups=(), tensors=(), layout="layer_outermost")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [(), (("a",), ("b",))])
+def test_encoders_need_no_memory(layout: type[PagedLayout], ranks: tuple[tuple[str, ...], ...]) -> None:
+    """R1.34: they keep nothing, so neither a budget nor a longest sequence matters; their tables are empty."""
+    encoder = EncoderOnlyAttentionSpec(**USUAL)
+    config = plan({"a": encoder, "b": encoder}, budget=0, max_model_len=512, layout=layout, layers_by_rank=ranks)
+    assert (config.num_blocks, config.tensors, config.tensors_of(0)) == (1, (), ())
+    assert [group.layer_names for group in config.groups] == [("a", "b")]
+    kv = KVCoordinator(config, SpecRegistry(), max_model_len=512, max_in_flight_tokens=512)
+    assert kv.largest_sequence == 512
 
 
 def test_the_refusal_says_which_numbers_to_set() -> None:

@@ -47,8 +47,9 @@ class PagedLayout(KVLayout):
         registry = load_registry(self._plugins, _kinds(request, self._plugins))
         registry.check(request.specs)
         groups = group_layers(request, registry)
-        if not groups:
-            return KVCacheConfig(num_blocks=1, groups=(), tensors=(), layout=self.name)
+        if not any(group.spec.max_blocks(request.max_model_len, request.max_num_batched_tokens) for group in groups):
+            # Encoders keep nothing: the null block, which costs nothing either, serves all of their tables.
+            return KVCacheConfig(num_blocks=1, groups=wire_groups(groups), tensors=(), layout=self.name)
         ranks = [on_rank(groups, names) for names in request.layers_by_rank] or [groups]
         num_blocks = request.num_blocks
         if num_blocks is None:
