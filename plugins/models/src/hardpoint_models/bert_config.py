@@ -13,7 +13,7 @@ from hardpoint_torch_runtime.layers import ACTIVATIONS
 __all__ = ["BertConfig", "PoolingMethod"]
 
 PoolingMethod = Literal["cls", "mean", "last"]
-SENTENCE_FIELD = "sentence_transformers"
+SENTENCE_FIELD = "sentence_embedding"
 """Where loaders put what the files beside a checkpoint say about embeddings of whole texts."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint_model_io.files import confined_path, read_json_object
+from hardpoint_model_io.weights.sentence import SENTENCE_FIELD, max_sentence_tokens, sentence_settings
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -37,11 +38,16 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
+    max_position = _positive(text, _POSITION_KEYS, path)
+    config.pop(SENTENCE_FIELD, None)
+    if (sentence := sentence_settings(artifact)) is not None:
+        config[SENTENCE_FIELD] = sentence
+        max_position = min(max_position, max_sentence_tokens(artifact) or max_position)
     return ModelInfo(
         artifact=artifact,
         architecture=architecture,
         config=config,
-        max_position=_positive(text, _POSITION_KEYS, path),
+        max_position=max_position,
         vocab_size=vocab_size,
         dtype=dtype or _config_dtype(config, text),
         loader=loader,
