@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.step import SchedulerOutput
-from hardpoint_torch_runtime.forward_context import ForwardContext
+from hardpoint_torch_runtime.forward_context import ForwardContext, GraphMode
 from hardpoint_torch_runtime.forward_scope import ForwardScopes
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.buffers import StagedBuffer
@@ -132,5 +132,8 @@ def _facts(
         attention_metadata=metadata,
         slot_mapping=mappings,
         num_tokens=half.batch.num_tokens,
+        # Recordings are of whole batches.
+        graph_mode=GraphMode.NONE,
+        batch_descriptor=None,
         padding_mask=None if mask is None else mask[half.tokens],
     )
