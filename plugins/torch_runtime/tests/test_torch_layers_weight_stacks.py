@@ -123,6 +123,13 @@ def test_ranks_take_their_share_of_each_part_of_a_stack(rank: int) -> None:
     np.testing.assert_array_equal(model.filled().numpy(), np.concatenate([gate[:, :, mine], up[:, :, mine]], axis=2))
 
 
+def test_a_missing_stack_is_named_beside_what_it_would_hold() -> None:
+    arrays = stacked()
+    del arrays["b.1.w.gate_up"]
+    with pytest.raises(ModelFormatError, match=r"4 tensors missing b\.1\.w\.0\.gate\.weight or .* b\.1\.w\.gate_up,"):
+        load(TwoByTwo(), arrays)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -131,7 +131,8 @@ class ModelSuite(PluginSuite):
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         report = self.load(model, checkpoint)
-        assert report.num_tensors + len(report.ignored) == len(checkpoint.tensors())
+        # What a stack holds is counted one by one.
+        assert report.num_tensors + len(report.ignored) >= len(checkpoint.tensors())
         unfilled = [name for name, parameter in model.named_parameters() if bool(torch.isnan(parameter).any())]
         assert not unfilled, f"nothing, or not everything, was loaded into {', '.join(unfilled)}"
 

@@ -49,6 +49,7 @@ class _CompiledRule:
         self.rule = rule
         self._stored = _matcher(rule.pattern)
         self._target = None if rule.target is None else _matcher(rule.target)
+        self._entries = [_matcher(name) for name in rule.unstacked]
 
     def destination(self, stored_name: str) -> Destination | None:
         match = self._stored.fullmatch(stored_name)
@@ -66,6 +67,10 @@ class _CompiledRule:
     def entries(self, stored_name: str) -> tuple[str, ...]:
         match = self._stored.fullmatch(stored_name) if self.rule.unstacked else None
         return () if match is None else tuple(_fill(name, (*match.groups(), "*")) for name in self.rule.unstacked)
+
+    def stack_of(self, stored_name: str) -> str | None:
+        matches = (entry.fullmatch(stored_name) for entry in self._entries)
+        return next((_fill(self.rule.pattern, match.groups()[:-1]) for match in matches if match is not None), None)
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
@@ -94,6 +99,11 @@ class RuleBook:
     def entries(self, stored_name: str) -> tuple[str, ...]:
         """What each entry of the stack ``stored_name`` holds, with ``*`` for the entry's number; () for no stack."""
         return next((found for rule in self._rules if (found := rule.entries(stored_name))), ())
+
+    def stacks_of(self, stored_name: str) -> tuple[str, ...]:
+        """The stacks that may hold ``stored_name``."""
+        found = (rule.stack_of(stored_name) for rule in self._rules)
+        return tuple(stack for stack in found if stack is not None)
 
     def expected(self, parameter: str) -> tuple[Expected, ...]:
         """The stored tensors that together fill ``parameter``."""
@@ -128,6 +138,12 @@ class WeightPlan:
         return part is None or self._awaited.pop(part, None) is not None
 
     def missing(self) -> tuple[str, ...]:
-        """Required stored tensors that have not arrived, in model order; alternatives joined by ``or``."""
+        """Required stored tensors that have not arrived, in model order; alternatives, stacks among them, joined by
+        ``or``."""
         required = (names for names in self._awaited.values() if not all(name.is_optional for name in names))
-        return tuple(" or ".join(dict.fromkeys(name.stored_name for name in names)) for names in required)
+        found = []
+        for names in required:
+            stored = [name.stored_name for name in names]
+            stacks = [stack for name in stored for stack in self.book.stacks_of(name)]
+            found.append(" or ".join(dict.fromkeys((*stored, *stacks))))
+        return tuple(found)

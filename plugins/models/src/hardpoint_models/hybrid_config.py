@@ -1,0 +1,278 @@
+"""What hybrids of recurrent layers and attention read from a configuration, as one frozen record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model import WeightRule
+from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.decoder_config import require_grouped_heads
+from hardpoint_torch_runtime.layers import MambaSizes, MixtureSizes, RopeParameters, RoutingParameters
+
+__all__ = ["HybridConfig", "HybridExperts", "read_bamba", "read_granite_hybrid"]
+
+LAYER = "model.layers.*"
+LAYER_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+"""Old and new names of the kinds of layers, and whether each is recurrent."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridExperts:
+    """A mixture of experts in every layer, with a shared one that every token passes."""
+
+    sizes: MixtureSizes
+    routing: RoutingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """Sizes are those of the whole model; ``recurrent`` holds one entry per layer, False for attention.
+
+    Attributes:
+        intermediate_size: of the feed-forward block where there are no ``experts``.
+        rope: None where attention sees no positions.
+        attention_scale: factor on the products of queries and keys.
+        embedding_scale: factor on embeddings, given ones too.
+        residual_scale: factor on what a block adds to its residual.
+        logits_divisor: logits are divided by this.
+        rules: where checkpoints keep what the family names otherwise.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    norm_eps: float
+    is_tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    attention_scale: float
+    mixer: MambaSizes
+    recurrent: tuple[bool, ...]
+    rules: tuple[WeightRule, ...]
+    rope: RopeParameters | None
+    experts: HybridExperts | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+
+
+BAMBA_RULES = (
+    WeightRule("model.final_layernorm.weight", "model.norm.weight"),
+    WeightRule(f"{LAYER}.pre_ff_layernorm.weight", f"{LAYER}.post_attention_layernorm.weight"),
+    WeightRule(f"{LAYER}.feed_forward.gate_proj.*", f"{LAYER}.mlp.gate_up_proj.*", "gate"),
+    WeightRule(f"{LAYER}.feed_forward.up_proj.*", f"{LAYER}.mlp.gate_up_proj.*", "up"),
+    WeightRule(f"{LAYER}.feed_forward.down_proj.*", f"{LAYER}.mlp.down_proj.*"),
+)
+
+GRANITE_RULES = (
+    WeightRule("model.norm.weight", "model.norm.weight"),
+    WeightRule(f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.post_attention_layernorm.weight"),
+)
+GRANITE_DENSE_RULES = (
+    *GRANITE_RULES,
+    WeightRule(f"{LAYER}.shared_mlp.input_linear.*", f"{LAYER}.mlp.gate_up_proj.*"),
+    WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.down_proj.*"),
+)
+
+_SPARSE = f"{LAYER}.block_sparse_moe"
+_EXPERTS = f"{_SPARSE}.experts.*"
+GRANITE_SPARSE_RULES = (
+    *GRANITE_RULES,
+    WeightRule(f"{LAYER}.shared_mlp.input_linear.*", f"{LAYER}.mlp.shared_experts.gate_up_proj.*"),
+    WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.shared_experts.down_proj.*"),
+    WeightRule(f"{_SPARSE}.router.layer.weight", f"{LAYER}.mlp.gate.weight"),
+    WeightRule(f"{_SPARSE}.router.weight", f"{LAYER}.mlp.gate.weight"),
+    WeightRule(f"{_EXPERTS}.gate_proj.*", f"{LAYER}.mlp.experts.*.gate_up_proj.*", "gate"),
+    WeightRule(f"{_EXPERTS}.up_proj.*", f"{LAYER}.mlp.experts.*.gate_up_proj.*", "up"),
+    WeightRule(f"{_EXPERTS}.down_proj.*", f"{LAYER}.mlp.experts.*.down_proj.*"),
+    *(
+        WeightRule(stack, None, unstacked=(f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"))
+        for stack in (f"{_SPARSE}.input_linear.weight", f"{_SPARSE}.experts.gate_up_proj")
+    ),
+    *(
+        WeightRule(stack, None, unstacked=(f"{_EXPERTS}.down_proj.weight",))
+        for stack in (f"{_SPARSE}.output_linear.weight", f"{_SPARSE}.experts.down_proj")
+    ),
+)
+
+
+def read_bamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
+    """Attention in the layers of ``attn_layer_indices``, half of each head rotated.
+
+    Raises ``ModelFormatError`` for absent or malformed fields, ``UnsupportedModelError`` for features this family does
+    not compute.
+    """
+    fields = ConfigFields(config, architecture)
+    shared = _shared(fields, default_eps=1e-5)
+    attending = fields.raw.get("attn_layer_indices") or []
+    num_layers = shared["num_layers"]
+    if not isinstance(attending, list | tuple) or any(type(n) is not int or not 0 <= n < num_layers for n in attending):
+        raise ModelFormatError(
+            f"{architecture}: config field 'attn_layer_indices' is {attending!r}; a list of layer numbers below "
+            f"num_hidden_layers={num_layers} is needed"
+        )
+    present = {name: value for name, value in config.items() if value is not None}
+    return HybridConfig(
+        **shared,
+        intermediate_size=fields.integer("intermediate_size"),
+        mlp_bias=fields.flag("mlp_bias", False),
+        attention_scale=shared["head_size"] ** -0.5,
+        recurrent=tuple(layer not in attending for layer in range(num_layers)),
+        rules=BAMBA_RULES,
+        rope=RopeParameters.from_config({"partial_rotary_factor": 0.5, **present}),
+    )
+
+
+def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridConfig:
+    """Granite 4: scaled embeddings, residuals and logits, and perhaps experts. Raises as :func:`read_bamba`."""
+    fields = ConfigFields(config, architecture)
+    fields.require("position_embedding_type", (None, "nope", "rope"), None)
+    shared = _shared(fields, default_eps=1e-6)
+    rotates = fields.raw.get("position_embedding_type") == "rope"
+    present = {name: value for name, value in config.items() if value is not None}
+    shared_size = fields.integer("shared_intermediate_size", 1024)
+    experts = _experts(fields, shared_size)
+    return HybridConfig(
+        **shared,
+        intermediate_size=shared_size,
+        mlp_bias=False,
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        recurrent=_layer_kinds(fields, shared["num_layers"]),
+        rules=GRANITE_DENSE_RULES if experts is None else GRANITE_SPARSE_RULES,
+        rope=RopeParameters.from_config(present) if rotates else None,
+        experts=experts,
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logits_divisor=_positive(fields, "logits_scaling", 1.0),
+    )
+
+
+def _shared(fields: ConfigFields, default_eps: float) -> dict[str, Any]:
+    fields.require("hidden_act", ("silu", "swish"), "silu")
+    hidden_size = fields.integer("hidden_size")
+    num_heads, num_kv_heads = require_grouped_heads(fields)
+    norm_eps = fields.number("rms_norm_eps", default_eps)
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": fields.integer("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": fields.integer("head_dim", hidden_size // num_heads),
+        "vocab_size": fields.integer("vocab_size"),
+        "norm_eps": norm_eps,
+        "is_tied": fields.flag("tie_word_embeddings", False),
+        "attention_bias": fields.flag("attention_bias", False),
+        "mixer": _mixer(fields, hidden_size, norm_eps),
+    }
+
+
+def _mixer(fields: ConfigFields, hidden_size: int, norm_eps: float) -> MambaSizes:
+    inner_size = fields.integer("mamba_expand", 2) * hidden_size
+    num_heads = fields.integer("mamba_n_heads", 128)
+    given = fields.raw.get("mamba_d_head", "auto")
+    head_size = inner_size // num_heads if given == "auto" else fields.integer("mamba_d_head")
+    if num_heads * head_size != inner_size:
+        raise ModelFormatError(
+            f"{fields.architecture}: mamba_n_heads={num_heads} heads of mamba_d_head={given} do not make up the "
+            f"{inner_size} of mamba_expand times hidden_size"
+        )
+    try:
+        return MambaSizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_size=head_size,
+            num_groups=fields.integer("mamba_n_groups", 1),
+            state_size=fields.integer("mamba_d_state", 256),
+            conv_width=fields.integer("mamba_d_conv", 4),
+            norm_eps=norm_eps,
+            has_bias=fields.flag("mamba_proj_bias", False),
+            has_conv_bias=fields.flag("mamba_conv_bias", True),
+            step_limits=_step_limits(fields),
+        )
+    except ValueError as error:
+        raise ModelFormatError(
+            f"{fields.architecture}: mamba_n_heads, mamba_n_groups or mamba_d_conv cannot be: {error}"
+        ) from error
+
+
+def _step_limits(fields: ConfigFields) -> tuple[float, float]:
+    given = fields.raw.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    limits = [_step_limit(limit) for limit in given] if isinstance(given, list | tuple) else []
+    if len(limits) != 2 or None in limits or limits[0] > limits[1]:
+        raise ModelFormatError(
+            f"{fields.architecture}: config field 'time_step_limit' is {given!r}; a smallest and a largest number are "
+            "needed"
+        )
+    return limits[0], limits[1]
+
+
+def _step_limit(given: Any) -> Any:
+    """A float, or None. What JSON has no number for is also stored as ``{"__float__": "Infinity"}``."""
+    if given == {"__float__": "Infinity"}:
+        return math.inf
+    is_number = isinstance(given, int | float) and not isinstance(given, bool) and not math.isnan(given)
+    return float(given) if is_number else None
+
+
+def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Per layer whether it is recurrent; all are where the configuration says nothing."""
+    given = fields.raw.get("layer_types")
+    if given is None:
+        return (True,) * num_layers
+    if not isinstance(given, list | tuple) or len(given) != num_layers:
+        raise ModelFormatError(
+            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {given!r}"
+        )
+    return tuple(_is_recurrent(fields, kind) for kind in given)
+
+
+def _is_recurrent(fields: ConfigFields, kind: Any) -> bool:
+    if not isinstance(kind, str) or kind not in LAYER_KINDS:
+        raise UnsupportedModelError(
+            f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: "
+            f"{', '.join(map(repr, LAYER_KINDS))}"
+        )
+    return LAYER_KINDS[kind]
+
+
+def _experts(fields: ConfigFields, shared_size: int) -> HybridExperts | None:
+    if fields.raw.get("num_local_experts") == 0:
+        return None
+    num_experts = fields.integer("num_local_experts", 8)
+    num_chosen = fields.integer("num_experts_per_tok", 2)
+    if num_chosen > num_experts:
+        raise ModelFormatError(
+            f"{fields.architecture}: num_experts_per_tok={num_chosen} is more than there are, "
+            f"num_local_experts={num_experts}"
+        )
+    sizes = MixtureSizes(fields.integer("hidden_size"), fields.integer("intermediate_size"), shared_size)
+    return HybridExperts(sizes, RoutingParameters(num_experts, num_chosen, renormalizes=True))
+
+
+def _positive(fields: ConfigFields, name: str, default: float) -> float:
+    value = fields.number(name, default)
+    if value <= 0:
+        raise ModelFormatError(f"{fields.architecture}: config field {name!r} is {value!r}; it must be above 0")
+    return value
+
+
+def unchanged_rules() -> Sequence[WeightRule]:
+    """Of what all checkpoints of the family name alike."""
+    names = [
+        "model.embed_tokens.weight",
+        f"{LAYER}.input_layernorm.weight",
+        f"{LAYER}.self_attn.o_proj.*",
+        *(f"{LAYER}.mamba.{parameter}" for parameter in ("A_log", "D", "dt_bias")),
+        *(f"{LAYER}.mamba.{module}.*" for module in ("in_proj", "conv1d", "norm", "out_proj")),
+    ]
+    return [WeightRule(name, name) for name in names]
