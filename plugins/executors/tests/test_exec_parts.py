@@ -150,9 +150,9 @@ def test_shutdown_ends_the_loop() -> None:
 class Replies:
     """Answers of ranks, as they would come over the wire."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, grace_s: float = 60.0) -> None:
         self.codec = RpcCodec()
-        self.pending = PendingCalls(self.codec, world_size)
+        self.pending = PendingCalls(self.codec, world_size, grace_s)
 
     def result(self, call_id: int, rank: int, value: int) -> None:
         call = self.codec.decode_call(self.codec.encode_call(call_id, "kv_cache_budget"))
@@ -194,6 +194,32 @@ def test_late_answers_to_a_withdrawn_call_change_nothing() -> None:
     replies.failure(call_id, 1)
     assert not future.done()
     assert replies.pending.failure_reason is None
+
+
+def test_ranks_that_wait_for_a_failed_one_are_not_waited_for_forever() -> None:
+    """R4.12: they may hang inside a collective; what is known by then arrives, and who kept silent is named."""
+    replies = Replies(4, grace_s=0.05)
+    call_id, future = replies.pending.open("kv_cache_budget", frozenset(range(4)))
+    replies.result(call_id, 3, 103)
+    replies.failure(call_id, 1)
+    error = future.exception(60)
+    assert isinstance(error, WorkerError)
+    assert str(error) == (
+        "worker rank 1 failed in kv_cache_budget: ValueError: boom (ranks [0, 2] have not answered since)"
+    )
+    assert error.results == {3: 103}
+    replies.result(call_id, 0, 100)
+    replies.failure(call_id, 2)
+    assert replies.pending.failure_reason is None
+
+
+def test_the_end_of_all_calls_ends_the_grace_too() -> None:
+    replies = Replies(2, grace_s=0.05)
+    call_id, future = replies.pending.open("kv_cache_budget", frozenset({0, 1}))
+    replies.failure(call_id, 0)
+    replies.pending.fail("gone")
+    with pytest.raises(EngineDeadError, match="^gone$"):
+        future.result(60)
 
 
 def test_an_unasked_failure_fails_the_step_or_what_is_left_of_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hardpoint.errors import HardpointError, WorkerError, as_raised
@@ -12,15 +12,25 @@ __all__ = ["start_error", "worker_error"]
 
 
 def worker_error(
-    method: str, failures: Mapping[int, RpcFailure], results: Mapping[int, Any], world: int
+    method: str,
+    failures: Mapping[int, RpcFailure],
+    results: Mapping[int, Any],
+    world: int,
+    *,
+    late: Collection[int] = (),
 ) -> WorkerError:
-    """One error for all failed ranks, under the lowest of them; the others' answers ride along."""
+    """One error for all failed ranks, under the lowest of them; the others' answers ride along.
+
+    ``late`` are ranks that have said nothing and are waited for no longer.
+    """
     rank = min(failures)
     first = failures[rank]
     message = f"worker rank {rank} failed in {method}: {first.kind}: {first.message}"
     if len(failures) > 1:
         others = "; ".join(f"rank {r}: {f.kind}: {f.message}" for r, f in sorted(failures.items()) if r != rank)
         message += f" ({len(failures)} of {world} ranks failed; {others})"
+    if late:
+        message += f" (ranks {sorted(late)} have not answered since)"
     traceback = "\n".join(f"[rank {r}] {failure.traceback}" for r, failure in sorted(failures.items()))
     return WorkerError(message, rank=rank, remote_traceback=traceback, kind=first.kind, results=results)
 

@@ -16,11 +16,12 @@ from hardpoint_executors.rpc import RpcCodec, RpcFailure, RpcReply
 __all__ = ["PendingCalls"]
 
 _MAX_REMEMBERED = 256
+_GRACE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Pending:
-    """``results`` and ``failures`` by rank; complete when ``wanted`` is covered."""
+    """``results`` and ``failures`` by rank; complete when ``wanted`` is covered. ``timer`` runs since a failure."""
 
     method: str
     wanted: frozenset[int]
@@ -28,6 +29,12 @@ class _Pending:
     unwrap: bool
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, RpcFailure] = field(default_factory=dict)
+    timer: threading.Timer | None = None
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """The ranks that are still to answer."""
+        return self.wanted - self.results.keys() - self.failures.keys()
 
 
 class PendingCalls:
@@ -35,12 +42,14 @@ class PendingCalls:
 
     A future's value is the list of results in rank order, or the only one of them for a call opened with ``unwrap``.
     Once failed, everything open and new fails with the reason. Answers of one rank complete in the order of the calls;
-    only a failure of a rank that was not asked can overtake them.
+    only a failure of a rank that was not asked can overtake them. After a first failure the others are given
+    ``grace_s`` seconds more: they may be waiting for the failed rank inside a collective.
     """
 
-    def __init__(self, codec: RpcCodec, world_size: int) -> None:
+    def __init__(self, codec: RpcCodec, world_size: int, grace_s: float = _GRACE_S) -> None:
         self._codec = codec
         self._world_size = world_size
+        self._grace_s = grace_s
         self._lock = threading.Lock()
         self._open: dict[int, _Pending] = {}
         self._given_up: deque[int] = deque(maxlen=_MAX_REMEMBERED)
@@ -69,7 +78,7 @@ class PendingCalls:
         with self._lock:
             call = self._open.pop(call_id, None)
             self._given_up.append(call_id)
-        return call.wanted - call.results.keys() - call.failures.keys() if call is not None else frozenset()
+        return call.silent if call is not None else frozenset()
 
     def answer(self, rank: int, reply: RpcReply) -> None:
         """Take one answer. Raises ``CodecError`` for a result of another type than the method's.
@@ -90,19 +99,32 @@ class PendingCalls:
             call.results[rank] = self._codec.result(reply)
         self._settle(reply.call_id, call)
 
-    def _settle(self, call_id: int, call: _Pending) -> None:
+    def _settle(self, call_id: int, call: _Pending, *, gives_up: bool = False) -> None:
         with self._lock:
-            answered = call.results.keys() | call.failures.keys()
             unasked_failure = bool(call.failures.keys() - call.wanted)
-            if not (call.wanted <= answered or unasked_failure) or self._open.pop(call_id, None) is None:
+            if call.silent and not (unasked_failure or gives_up):
+                self._limit(call_id, call)
                 return
+            if self._open.pop(call_id, None) is None:
+                return
+            if call.timer is not None:
+                call.timer.cancel()
             if call.failures:
                 self._given_up.append(call_id)
+            late = call.silent if gives_up else frozenset()
         if call.failures:
-            call.future.set_exception(worker_error(call.method, call.failures, call.results, self._world_size))
+            call.future.set_exception(
+                worker_error(call.method, call.failures, call.results, self._world_size, late=late)
+            )
         else:
             results = [call.results[rank] for rank in sorted(call.wanted)]
             call.future.set_result(results[0] if call.unwrap else results)
+
+    def _limit(self, call_id: int, call: _Pending) -> None:
+        if call.failures and call.timer is None:
+            call.timer = threading.Timer(self._grace_s, self._settle, (call_id, call), {"gives_up": True})
+            call.timer.daemon = True
+            call.timer.start()
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         with self._lock:
@@ -120,6 +142,8 @@ class PendingCalls:
             calls, self._open = list(self._open.values()), {}
             callbacks, self._callbacks = self._callbacks, []
         for call in calls:
+            if call.timer is not None:
+                call.timer.cancel()
             call.future.set_exception(EngineDeadError(reason))
         for callback in callbacks if tell else ():
             callback(reason)

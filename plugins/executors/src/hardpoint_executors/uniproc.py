@@ -50,10 +50,11 @@ class UniprocExecutor(Executor):
     A call cannot be interrupted: ``timeout_s`` has no effect but on the shutdown's wait for a device.
     """
 
-    def __init__(self, worker: Worker, own: Mapping[str, Callable[[], Any]]) -> None:
-        """``own`` are the methods that this process answers in the worker's stead."""
+    def __init__(self, worker: Worker, own: Mapping[str, Callable[[], Any]], rank: int = 0) -> None:
+        """``own`` are the methods that this process answers in the worker's stead; ``rank`` is for messages."""
         self._worker = worker
         self._own = own
+        self._rank = rank
         self._codec = RpcCodec(WORKER_RPC)
         self._outputs = OutputQueue("outputs")
         self._is_shut_down = False
@@ -97,7 +98,7 @@ class UniprocExecutor(Executor):
             self._outputs.deliver(partial(future.set_exception, error), waits=False)
             return future
         if isinstance(output, PendingOutput):
-            self._outputs.deliver(partial(_wait, method, output, future), waits=True)
+            self._outputs.deliver(partial(self._wait, method, output, future), waits=True)
         else:
             self._outputs.deliver(partial(future.set_result, output), waits=False)
         return future
@@ -108,15 +109,13 @@ class UniprocExecutor(Executor):
         try:
             return (self._own.get(method) or getattr(self._worker, method))(*args)
         except Exception as error:
-            raise _failed(method, error) from error
+            raise self._failed(method, error) from error
 
+    def _wait(self, method: str, output: PendingOutput, future: Future[Any]) -> None:
+        try:
+            future.set_result(output.result())
+        except Exception as error:
+            future.set_exception(self._failed(method, error))
 
-def _wait(method: str, output: PendingOutput, future: Future[Any]) -> None:
-    try:
-        future.set_result(output.result())
-    except Exception as error:
-        future.set_exception(_failed(method, error))
-
-
-def _failed(method: str, error: Exception) -> WorkerError:
-    return worker_error(method, {0: RpcFailure.of(error)}, {}, 1)
+    def _failed(self, method: str, error: Exception) -> WorkerError:
+        return worker_error(method, {self._rank: RpcFailure.of(error)}, {}, 1)

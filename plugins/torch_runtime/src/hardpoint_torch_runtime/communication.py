@@ -11,7 +11,7 @@ from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers.parallel import Communicator
 from hardpoint_torch_runtime.plugin_access import create_in_worker
 
-__all__ = ["create_communicator"]
+__all__ = ["create_communicator", "smallest"]
 
 
 def create_communicator(
@@ -40,3 +40,10 @@ def create_communicator(
             "--tensor-parallel-size 1"
         ) from error
     return communicator
+
+
+def smallest(value: int, communicator: Communicator | None, device: torch.device) -> int:
+    """The least ``value`` of all ranks that share layers; all of them must call this."""
+    if communicator is None:
+        return value
+    return int(communicator.all_gather(torch.tensor([value], dtype=torch.int64, device=device), 0).min())

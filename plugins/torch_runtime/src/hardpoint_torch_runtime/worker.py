@@ -18,7 +18,7 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
-from hardpoint_torch_runtime.communication import create_communicator
+from hardpoint_torch_runtime.communication import create_communicator, smallest
 from hardpoint_torch_runtime.layers import Communicator
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
@@ -181,7 +181,13 @@ class TorchWorker(Worker):
         return [LayerSpec(name, spec_to_wire(spec)) for name, spec in self.loaded.model.kv_cache_specs().items()]
 
     def kv_cache_budget(self) -> int:
-        """The configured size, or what is left of the device's budget after a forward of the largest step."""
+        """The configured size, or what is left of the device's budget after a forward of the largest step.
+
+        Equal on all ranks, the least that any of them has: engines that plan for themselves must plan alike.
+        """
+        return smallest(self._own_budget(), self._communicator, self.device)
+
+    def _own_budget(self) -> int:
         if self.config.kv_cache_bytes is not None:
             return self.config.kv_cache_bytes
         config = self.config
