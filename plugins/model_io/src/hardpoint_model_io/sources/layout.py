@@ -16,6 +16,7 @@ MODEL_FILE_PATTERNS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "vocab.txt",
     "chat_template.jinja",
     "chat_template.json",
     "model.safetensors.index.json",

@@ -1,4 +1,4 @@
-"""Tokenizer provider ``hf``: ``tokenizer.json`` with its configuration and chat template."""
+"""Tokenizer provider ``hf``: ``tokenizer.json`` or BERT's ``vocab.txt``, with its configuration and chat template."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hardpoint.interfaces.tokenizer import Tokenizer, TokenizerProvider
 from hardpoint_model_io.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, confined_path, read_bytes, read_json_object
 from hardpoint_model_io.tokenizers.decoding import VocabularyKind
 from hardpoint_model_io.tokenizers.fast import FastTokenizer, TokenizerFacts
+from hardpoint_model_io.tokenizers.word_piece import WordPieceSettings, word_piece_backend, word_piece_tokens
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -22,7 +23,8 @@ SPECIAL_MAP = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_OLD_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
+WORD_PIECES = "vocab.txt"
+_OLD_VOCABULARIES = ("tokenizer.model", "vocab.json")
 
 
 class _Pipeline(msgspec.Struct):
@@ -40,6 +42,8 @@ class HuggingFaceTokenizerProvider(TokenizerProvider):
         return TOKENIZER in artifact.files or "config.json" in artifact.files
 
     def load(self, artifact: ModelArtifact) -> Tokenizer:
+        if TOKENIZER not in artifact.files and WORD_PIECES in artifact.files:
+            return _from_word_pieces(artifact)
         if TOKENIZER not in artifact.files:
             raise ModelFormatError(
                 f"{artifact.root}/{TOKENIZER} is missing; download it, or write it with "
@@ -61,6 +65,17 @@ class HuggingFaceTokenizerProvider(TokenizerProvider):
         roles = _roles(config, _optional_object(artifact, SPECIAL_MAP), artifact)
         facts = TokenizerFacts(_kind(pipeline.decoder), roles, _chat_template(artifact, config))
         return FastTokenizer(backend, facts)
+
+
+def _from_word_pieces(artifact: ModelArtifact) -> Tokenizer:
+    path = confined_path(artifact.root, WORD_PIECES)
+    config = _optional_object(artifact, CONFIG)
+    roles = _roles(config, _optional_object(artifact, SPECIAL_MAP), artifact)
+    settings = WordPieceSettings.of(config, roles, f"{artifact.root}/{CONFIG}")
+    tokens = word_piece_tokens(read_bytes(path, MAX_TOKENIZER_BYTES), str(path))
+    backend, known = word_piece_backend(tokens, settings, str(path))
+    facts = TokenizerFacts(VocabularyKind.WORD_PIECE, known, _chat_template(artifact, config))
+    return FastTokenizer(backend, facts)
 
 
 def _optional_object(artifact: ModelArtifact, name: str) -> dict[str, Any]:
