@@ -8,6 +8,7 @@ import torch
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.step import NewRow, TokenUpdate
 from hardpoint_torch_runtime.runner.batch_state import BatchState
+from hardpoint_torch_runtime.runner.samples import StepSamples
 
 
 class Listener(LogitsProcessor):
@@ -48,8 +49,8 @@ def make() -> tuple[BatchState, Listener, Slots]:
 
 def test_sampled_tokens_are_remembered_and_told() -> None:
     state, listener, slots = make()
-    state.remember(int32(2, 0), int32(7, 8), np.zeros(2, dtype=np.bool_))
-    state.remember(int32(2), int32(9), np.zeros(1, dtype=np.bool_))
+    state.remember(int32(2, 0), StepSamples(int32(1, 1), int32(7, 8), {}))
+    state.remember(int32(2), StepSamples(int32(1), int32(9), {}))
     assert listener.heard == [(2, 7), (0, 8), (2, 9)]
     assert slots.appended == [7, 8, 9]
 
@@ -57,9 +58,10 @@ def test_sampled_tokens_are_remembered_and_told() -> None:
 def test_what_is_no_token_holds_its_place_untold() -> None:
     """R3.96: a step planned meanwhile goes on behind it."""
     state, listener, slots = make()
-    state.remember(int32(2, 0, 1), int32(7, 8, 9), np.asarray([False, True, False]))
+    state.remember(int32(2, 0, 1), StepSamples(int32(1, 1, 1), int32(7, 8, 9), {1: "broken"}))
     assert listener.heard == [(2, 7), (1, 9)]
-    assert slots.appended == [0, 7, 9]
+    assert slots.appended == [7, 0, 9]
+    assert state.refused == {0: "broken"}
 
 
 def test_of_tokens_learned_elsewhere_only_news_are_told() -> None:

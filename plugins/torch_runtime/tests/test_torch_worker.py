@@ -242,10 +242,10 @@ def test_a_deferred_step_without_tokens_still_alternates(world: Any, make_step: 
     assert worker.sample(0, None).num_sampled.tolist() == []
 
 
-def test_drafts_are_refused(world: Any, make_step: Any, make_row: Any) -> None:
+def test_drafts_before_the_last_known_token_are_refused(world: Any, make_step: Any, make_row: Any) -> None:
     worker = world.start()
     drafts = TokenUpdate(np.asarray([1], dtype=np.int32), np.asarray([3], dtype=np.int32))
-    with pytest.raises(RuntimeError, match="step 0 brings draft tokens"):
+    with pytest.raises(RuntimeError, match="slot 0 brings 1 drafts, but does not reach"):
         worker.execute(make_step(0, [(0, 1, 0, 2, True)], new_rows=[make_row(0, [5, 6], [1])], drafts=drafts))
 
 

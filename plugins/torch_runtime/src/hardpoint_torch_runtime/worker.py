@@ -12,11 +12,12 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
+from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.platform import LogicalDevice, Platform
 from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
-from hardpoint.interfaces.worker import Worker, WorkerConfig, WorkerContext
+from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
 from hardpoint_torch_runtime.communication import create_communicator, smallest
 from hardpoint_torch_runtime.layers import Communicator
@@ -26,16 +27,13 @@ from hardpoint_torch_runtime.ops.loading import load_custom_ops
 from hardpoint_torch_runtime.ops.registry import OPERATORS
 from hardpoint_torch_runtime.plugin_access import create_in_worker, label_of
 from hardpoint_torch_runtime.plugin_faults import NamedLogitsProcessor, named_kernel
+from hardpoint_torch_runtime.runner.assembly import RunnerParts, assemble_runner
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
-from hardpoint_torch_runtime.runner.batch_state import BatchState
-from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
-from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
-from hardpoint_torch_runtime.runner.slot_state import SlotState
+from hardpoint_torch_runtime.runner.streams import device_streams
 from hardpoint_torch_runtime.runner.warm_up import run_warm_up
 from hardpoint_torch_runtime.sampling.sampler import Sampler
-from hardpoint_torch_runtime.sampling.slot_params import SlotSampling
 
 __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
 
@@ -53,6 +51,16 @@ class TorchWorkerOptions(BaseModel):
     )
     check_logits_processors: bool = Field(
         default=False, description="stop the step when a processor that declares itself argmax-invariant is not"
+    )
+    asynchronous_output: bool | None = Field(
+        default=None,
+        description="leave results on the device until they are asked for, so that the next step can be submitted "
+        "meanwhile; by default wherever the device works on its own",
+    )
+    recurrent_states: MambaCacheMode = Field(
+        default=MambaCacheMode.NONE,
+        description="which states recurrent layers keep of a sequence: `none` but the last one, so that no prefix is "
+        "found; `align`: also those at the ends of steps that end with a block; `all`: one per block",
     )
     custom_ops: tuple[str, ...] = Field(
         default=(), description="`custom_op` plugins whose operators are registered before the model is created"
@@ -163,7 +171,13 @@ class TorchWorker(Worker):
         )
         self._backend, self._need = choice.backend, need
         self._loaded = load_model(
-            self._plugins, self.config, choice.backend, self.device, self._kernels.kernels, self._communicator
+            self._plugins,
+            self.config,
+            choice.backend,
+            self.device,
+            self._kernels.kernels,
+            self._communicator,
+            self.options.recurrent_states,
         )
         OPERATORS.verify()
         self._logger.info(
@@ -214,23 +228,24 @@ class TorchWorker(Worker):
             device=self.device,
         )
         kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)
-        slots = SlotState(worker.max_num_seqs, worker.max_model_len, groups.block_sizes)
-        processors = self._logits_processors()
-        sampling = SlotSampling(
-            worker.max_num_seqs,
-            worker.model.vocab_size,
-            self.device,
-            seed=worker.seed,
-            eos_token_ids=worker.model.eos_token_ids,
-        )
-        state = BatchState(slots, sampling, kv, PromptEmbeddings(), processors, refuse_row)
-        inputs = InputBuilder(slots, worker.max_num_batched_tokens, self.device, groups.kernel_blocks)
+        parts = self.runner_parts()
         sampler = Sampler(
-            processors,
+            parts.processors,
             checks_invariance=self.options.check_logits_processors,
             truncate=self.kernels.kernels.top_k_top_p,
         )
-        self._runner = ModelRunner(self.loaded.model, groups, kv, state, inputs, sampler)
+        self._runner = assemble_runner(worker, self.loaded.model, groups, kv, sampler, self.device, parts)
+
+    def runner_parts(self) -> RunnerParts:
+        """What the runner has beyond model and cache; workers that derive from this one may add to it."""
+        is_asynchronous = self.options.asynchronous_output
+        if is_asynchronous is None:
+            is_asynchronous = self.device.type != "cpu"
+        return RunnerParts(
+            processors=self._logits_processors(),
+            refuse=refuse_row,
+            streams=device_streams(self._platform, self.device) if is_asynchronous else None,
+        )
 
     def warm_up(self) -> None:
         config = self.config
@@ -238,10 +253,10 @@ class TorchWorker(Worker):
         if longest > 0:
             run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
 
-    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
         return self.runner.execute(step)
 
-    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput | PendingOutput:
         return self.runner.sample(step_id, grammar)
 
     def supported_tasks(self) -> list[str]:

@@ -16,9 +16,12 @@ class StagedBuffer:
     Attributes:
         host: numpy array of ``shape``, written by the input preparation.
         tensor: device tensor of the same shape and dtype.
+
+    Without ``waits`` an upload returns before the device has read the host array, which must not be written until then.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, waits: bool = True) -> None:
+        self._waits = waits
         if device.type == "cpu":
             staging = torch.zeros(shape, dtype=dtype)
             self.tensor = staging
@@ -32,5 +35,5 @@ class StagedBuffer:
         """Make the first ``length`` entries visible to the device; returns that slice of :attr:`tensor`."""
         view = self.tensor[:length]
         if self.tensor is not self._staging:
-            view.copy_(self._staging[:length])
+            view.copy_(self._staging[:length], non_blocking=not self._waits)
         return view

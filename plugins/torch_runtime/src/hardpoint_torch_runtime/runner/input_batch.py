@@ -6,15 +6,16 @@ step's order only where an attention backend wants decode rows first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import Int32Array
-from hardpoint.interfaces.step import SchedulerOutput
+from hardpoint.interfaces.step import SchedulerOutput, TokenUpdate
 from hardpoint_torch_runtime.runner.buffers import StagedBuffer
+from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens, RowSpans
 from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
 
 __all__ = ["UNWRITTEN_SLOT", "InputBatch", "InputBuilder"]
@@ -35,7 +36,11 @@ class InputBatch:
         block_tables: per KV group int32 [R', B]; rows beyond R hold the null block.
         slot_mappings: per KV group int64 [T']; padding is -1.
         sample_rows: int64 [S], batch rows that sample, ascending.
-        logits_indices: int64 [S], token index of each of them.
+        logits_indices: int64 [S], token index of each of them; with drafts int64 [P], for each of these rows the places
+            before its drafts and the one of its last draft.
+        num_drafts: int32 [S], drafts at the end of the rows that sample; None where no row has any.
+        drafts: int64 [D], ids of those drafts, row after row, -1 for missing ones.
+        lengths_are_exact: False when what the host has of positions and lengths are upper bounds.
     """
 
     num_rows: int
@@ -56,6 +61,9 @@ class InputBatch:
     slot_mappings: tuple[torch.Tensor, ...]
     sample_rows: np.ndarray
     logits_indices: torch.Tensor
+    num_drafts: Int32Array | None = None
+    drafts: torch.Tensor | None = None
+    lengths_are_exact: bool = True
 
 
 class InputBuilder:
@@ -65,20 +73,29 @@ class InputBuilder:
     """
 
     def __init__(
-        self, state: SlotState, max_tokens: int, device: torch.device, kernel_blocks: tuple[int, ...] | None = None
+        self,
+        state: SlotState,
+        max_tokens: int,
+        device: torch.device,
+        kernel_blocks: tuple[int, ...] | None = None,
+        *,
+        device_tokens: DeviceTokens | None = None,
     ) -> None:
         rows = state.num_slots
+        self._device_tokens = device_tokens
         self._state = state
         self._max_tokens = max_tokens
         self._kernel_blocks = kernel_blocks or (1,) * len(state.tables)
-        self._token_ids = StagedBuffer((max_tokens,), torch.int64, device)
-        self._positions = StagedBuffer((max_tokens,), torch.int64, device)
-        self._query_start_loc = StagedBuffer((rows + 1,), torch.int32, device)
-        self._seq_lens = StagedBuffer((rows,), torch.int32, device)
-        self._logits_indices = StagedBuffer((rows,), torch.int64, device)
-        self._slot_mappings = [StagedBuffer((max_tokens,), torch.int64, device) for _ in state.tables]
+
+        def staged(dtype: torch.dtype, *shape: int) -> StagedBuffer:
+            return StagedBuffer(shape, dtype, device, waits=device_tokens is None)
+
+        self._token_ids, self._positions = staged(torch.int64, max_tokens), staged(torch.int64, max_tokens)
+        self._query_start_loc, self._seq_lens = staged(torch.int32, rows + 1), staged(torch.int32, rows)
+        self._logits_indices = staged(torch.int64, max(rows, max_tokens))
+        self._slot_mappings = [staged(torch.int64, max_tokens) for _ in state.tables]
         self._block_tables = [
-            StagedBuffer((rows, table.max_blocks * ratio), torch.int32, device)
+            staged(torch.int32, rows, table.max_blocks * ratio)
             for table, ratio in zip(state.tables, self._kernel_blocks, strict=True)
         ]
         self._arange = np.arange(max_tokens, dtype=np.int64)
@@ -87,12 +104,15 @@ class InputBuilder:
         self,
         step: SchedulerOutput,
         *,
+        num_computed: Int32Array | None = None,
+        drafts: TokenUpdate | None = None,
         reorder_threshold: int | None = None,
         pad_tokens: int | None = None,
         pad_rows: int | None = None,
     ) -> InputBatch:
         """Prepare ``step``, whose rows must be in the slot state already.
 
+        ``num_computed`` int32 [R] and ``drafts`` replace those of the step where the worker knows better.
         ``reorder_threshold`` moves rows with at most that many tokens to the front, keeping their order otherwise.
         ``pad_tokens`` and ``pad_rows`` (at least the real counts) define the buffers up to a captured shape.
         Raises ``RuntimeError`` when the step has more tokens than the worker was sized for.
@@ -103,7 +123,7 @@ class InputBuilder:
                 "max_num_batched_tokens must be equal on both sides"
             )
         order = self._order(step, reorder_threshold)
-        slots, computed = step.slots[order], step.num_computed_tokens[order]
+        slots, computed = step.slots[order], (step.num_computed_tokens if num_computed is None else num_computed)[order]
         scheduled, samples = step.num_scheduled_tokens[order], step.samples[order]
         num_rows, num_tokens = len(order), step.num_tokens
         padded_tokens, padded_rows = pad_tokens or num_tokens, pad_rows or num_rows
@@ -120,7 +140,11 @@ class InputBuilder:
             self._map_slots(group, table, token_slots, positions, padded_tokens)
             self._fill_table(group, table, slots, seq_lens[:num_rows], padded_rows)
         sample_rows = np.flatnonzero(samples)
-        self._logits_indices.host[: len(sample_rows)] = starts[1:][sample_rows] - 1
+        row_drafts = _in_order(step.drafts if drafts is None else drafts, order)
+        num_drafts = None if row_drafts is None else row_drafts.counts[sample_rows]
+        num_logits = self._index_logits(starts[1:][sample_rows], num_drafts)
+        spans = RowSpans(slots, starts[1 : num_rows + 1], samples, num_tokens, padded_tokens)
+        token_ids, draft_ids = self._upload_ids(spans, row_drafts)
         return InputBatch(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -128,7 +152,7 @@ class InputBuilder:
             slots=slots,
             num_computed=computed,
             num_scheduled=scheduled,
-            token_ids=self._token_ids.upload(padded_tokens),
+            token_ids=token_ids,
             positions=self._positions.upload(padded_tokens),
             query_start_loc=self._query_start_loc.upload(padded_rows + 1),
             query_start_loc_cpu=starts[: padded_rows + 1],
@@ -139,8 +163,28 @@ class InputBuilder:
             block_tables=tuple(table.upload(padded_rows) for table in self._block_tables),
             slot_mappings=tuple(mapping.upload(padded_tokens) for mapping in self._slot_mappings),
             sample_rows=sample_rows,
-            logits_indices=self._logits_indices.upload(len(sample_rows)),
+            logits_indices=self._logits_indices.upload(num_logits),
+            num_drafts=num_drafts,
+            drafts=draft_ids,
         )
+
+    def _index_logits(self, ends: np.ndarray, num_drafts: Int32Array | None) -> int:
+        """The places whose logits are wanted, by the ``ends`` of the rows that sample; returns how many."""
+        if num_drafts is None:
+            self._logits_indices.host[: len(ends)] = ends - 1
+            return len(ends)
+        widths = num_drafts + 1
+        total = int(widths.sum())
+        self._logits_indices.host[:total] = np.repeat(ends - np.cumsum(widths), widths) + self._arange[:total]
+        return total
+
+    def _upload_ids(self, spans: RowSpans, drafts: TokenUpdate | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._device_tokens is None:
+            known = None if drafts is None else torch.from_numpy(drafts.ids.astype(np.int64))
+            return self._token_ids.upload(spans.num_padded), known
+        if drafts is not None:
+            spans = replace(spans, num_drafts=drafts.counts, draft_ids=drafts.ids)
+        return self._device_tokens.fill(self._token_ids, spans)
 
     def _order(self, step: SchedulerOutput, threshold: int | None) -> np.ndarray:
         if threshold is None:
@@ -190,3 +234,13 @@ class InputBuilder:
             split = rows[:, :, None] * ratio + np.arange(ratio, dtype=np.int32)
             target[: len(slots), : columns * ratio] = split.reshape(len(slots), -1)
         target[len(slots) : padded_rows] = NULL_BLOCK_ID
+
+
+def _in_order(drafts: TokenUpdate | None, order: np.ndarray) -> TokenUpdate | None:
+    """``drafts`` of the step's rows in batch order."""
+    if drafts is None:
+        return None
+    counts = drafts.counts[order]
+    first = (np.cumsum(drafts.counts) - drafts.counts)[order]
+    places = np.arange(len(drafts.ids)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return TokenUpdate(counts, drafts.ids[places])

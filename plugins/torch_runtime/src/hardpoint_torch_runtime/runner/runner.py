@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 
-from hardpoint.interfaces.model import Model, StageOutput
-from hardpoint.interfaces.step import Deferred, GrammarMask, LogprobArrays, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces.model import Model
+from hardpoint.interfaces.step import Deferred, GrammarMask, RunnerOutput, SchedulerOutput
+from hardpoint.interfaces.worker import PendingOutput
 from hardpoint_torch_runtime.forward_context import ForwardContext, set_forward_context
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
-from hardpoint_torch_runtime.runner.batch_state import BatchState
+from hardpoint_torch_runtime.runner.batch_state import AppliedStep, BatchState
+from hardpoint_torch_runtime.runner.deferred import Deferral, ForwardProducts
+from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
+from hardpoint_torch_runtime.runner.extensions import RunnerExtension
+from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
-from hardpoint_torch_runtime.runner.outputs import assemble_output, empty_output
+from hardpoint_torch_runtime.runner.position_axes import PositionAxes
 from hardpoint_torch_runtime.runner.prompt_logprobs import prompt_logprobs
-from hardpoint_torch_runtime.sampling.constraints import unpack_grammar_bits
+from hardpoint_torch_runtime.runner.sampling_stage import DeviceResidence, SamplingStage
+from hardpoint_torch_runtime.runner.step_shape import StepShape
+from hardpoint_torch_runtime.runner.streams import DeviceEvent
 from hardpoint_torch_runtime.sampling.sampler import Sampler
 
 __all__ = ["ModelRunner", "profile_forward"]
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingStep:
-    """What sampling still needs of a forward (R4.22): consumed exactly once.
-
-    ``batch`` is None for a step without tokens, ``logits`` [S, V] when nothing is sampled.
-    """
-
-    step: SchedulerOutput
-    batch: InputBatch | None = None
-    logits: torch.Tensor | None = None
-    prompt_logprobs: LogprobArrays | None = None
-
-
 class ModelRunner:
-    """Drives a model through steps. ``groups``, ``kv`` and ``inputs`` come from the KV cache plan."""
+    """Drives a model through steps. ``groups``, ``kv`` and ``inputs`` come from the KV cache plan; ``forwards`` runs
+    the model, by default as it is.
+
+    Absent unless given: ``axes`` where the model has several positions per token, a ``proposer`` of drafts,
+    ``extensions`` of features, ``device`` where outputs are promises. What of these keeps state by slot must be among
+    the parts of ``state``; :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
+    """
 
     def __init__(
         self,
@@ -46,123 +46,79 @@ class ModelRunner:
         state: BatchState,
         inputs: InputBuilder,
         sampler: Sampler,
+        *,
+        forwards: ForwardPass | None = None,
+        axes: PositionAxes | None = None,
+        proposer: DraftProposer | None = None,
+        extensions: Sequence[RunnerExtension] = (),
+        device: DeviceResidence | None = None,
     ) -> None:
         self.model = model
         self.groups = groups
         self.kv = kv
         self.state = state
         self.inputs = inputs
-        self.sampler = sampler
-        self._pending: _PendingStep | None = None
+        self.forwards = forwards or ForwardPass(model, groups, kv, state.embeddings)
+        self._axes = axes
+        self._extensions = tuple(extensions)
+        self._device = device
+        self._sampling = SamplingStage(sampler, state, proposer=proposer, device=device)
+        self._deferral = Deferral()
+        self._uploads: DeviceEvent | None = None
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred:
+    def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
         """Raises ``RuntimeError`` while an earlier step waits for sampling, or for a step that cannot be right."""
-        if self._pending is not None:
-            raise RuntimeError(f"step {self._pending.step.step_id} still waits for sampling; sample it first")
-        if step.drafts is not None:
-            raise RuntimeError(f"step {step.step_id} brings draft tokens, but this worker verifies none")
-        self.state.apply(step)
-        pending = self._compute(step)
+        self._deferral.check_free()
+        applied = self.state.apply(step)
+        products = self._compute(step, applied)
         if step.defers_sampling:
-            self._pending = pending
+            self._deferral.put(products)
             return Deferred(step.step_id)
-        return self._finish(pending, None)
+        return self._sampling.finish(products, None)
 
     @torch.inference_mode()
-    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput:
+    def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput | PendingOutput:
         """Finish the deferred step. Raises ``RuntimeError`` when another one, or none, is pending."""
-        pending = self._pending
-        if pending is None or pending.step.step_id != step_id:
-            waiting = "none" if pending is None else f"step {pending.step.step_id}"
-            raise RuntimeError(f"step {step_id} is not waiting for sampling; waiting: {waiting}")
-        self._pending = None
-        return self._finish(pending, grammar)
+        return self._sampling.finish(self._deferral.take(step_id), grammar)
 
-    def _compute(self, step: SchedulerOutput) -> _PendingStep:
+    def _compute(self, step: SchedulerOutput, applied: AppliedStep) -> ForwardProducts:
         if step.is_empty:
-            return _PendingStep(step)
-        batch = self.inputs.build(step, reorder_threshold=self.groups.reorder_threshold)
-        hidden = self._forward(batch, step)
+            return ForwardProducts(step, extensions=self._payloads(step))
+        shape = self.forwards.shape(step)
+        batch = self._inputs(step, applied, shape)
+        for extension in self._extensions:
+            extension.before_forward(step, batch)
+        hidden = self.forwards.run(batch, step, shape)
         logits = self.model.logits(hidden[batch.logits_indices]) if len(batch.sample_rows) else None
-        return _PendingStep(step, batch, logits, prompt_logprobs(self.model, hidden, batch, self.state))
-
-    def _forward(self, batch: InputBatch, step: SchedulerOutput) -> torch.Tensor:
-        """Hidden states [T, C]."""
-        metadata, mappings = self.groups.build(batch, step)
-        embeddings = self.state.embeddings.for_batch(batch, self.model)
-        context = ForwardContext(
-            attention_metadata=metadata, slot_mapping=mappings, kv_caches=self.kv.views, num_tokens=batch.num_tokens
+        if applied.correct is not None:
+            applied.correct()
+        return ForwardProducts(
+            step, batch, logits, prompt_logprobs(self.model, hidden, batch, self.state), extensions=self._payloads(step)
         )
-        with set_forward_context(context):
-            if embeddings is not None:
-                return _hidden(self.model.forward(None, batch.positions, embeddings=embeddings))
-            return _hidden(self.model.forward(batch.token_ids, batch.positions))
 
-    def _finish(self, pending: _PendingStep, grammar: GrammarMask | None) -> RunnerOutput:
-        step, batch = pending.step, pending.batch
-        if batch is None:
-            return empty_output(step)
-        sampled_rows = batch.step_rows[batch.sample_rows]
-        failures = self._refused_rows(step)
-        token_ids = np.zeros(0, dtype=np.int32)
-        logprobs = None
-        if pending.logits is not None:
-            slots = batch.slots[batch.sample_rows]
-            rows, legal = self._grammar(grammar, sampled_rows, step.num_rows, pending.logits.shape[-1])
-            metadata = self.state.sampling.gather(slots, self.state.slots, grammar=legal, grammar_rows=rows)
-            result = self.sampler(pending.logits, metadata)
-            token_ids, logprobs = result.token_ids, result.logprobs
-            for row, reason in result.failures.items():
-                failures.setdefault(int(sampled_rows[row]), reason)
-            self._remember(slots, token_ids, sampled_rows, failures)
-        return assemble_output(
+    def _inputs(self, step: SchedulerOutput, applied: AppliedStep, shape: StepShape) -> InputBatch:
+        if self._uploads is not None:
+            # The device may still be reading the last step's inputs, whose buffers are about to be written.
+            self._uploads.synchronize()
+        batch = self.inputs.build(
             step,
-            sampled_rows=sampled_rows,
-            token_ids=token_ids,
-            failures=failures,
-            logprobs=logprobs,
-            prompt_logprobs=pending.prompt_logprobs,
+            num_computed=applied.num_computed,
+            drafts=applied.drafts,
+            reorder_threshold=self.groups.reorder_threshold,
+            pad_tokens=shape.pad_tokens,
+            pad_rows=shape.pad_rows,
         )
+        axes = None if self._axes is None else self._axes.positions(batch)
+        if self._device is not None:
+            if applied.correct is not None:
+                batch = self._device.debt.correct(batch, axes)
+            self._uploads = self._device.streams.record_main()
+        return batch if axes is None else replace(batch, positions=axes)
 
-    def _refused_rows(self, step: SchedulerOutput) -> dict[int, str]:
-        refused = self.state.refused
-        if not refused:
-            return {}
-        return {row: refused[slot] for row, slot in enumerate(step.slots.tolist()) if slot in refused}
-
-    def _remember(
-        self, slots: np.ndarray, token_ids: np.ndarray, sampled_rows: np.ndarray, failures: dict[int, str]
-    ) -> None:
-        """Sampled tokens join the slots' state; the scheduler never sends them back."""
-        failed = np.isin(sampled_rows, list(failures))
-        self.state.remember(slots, token_ids, failed)
-        for slot, row in zip(slots[failed].tolist(), sampled_rows[failed].tolist(), strict=True):
-            self.state.refused.setdefault(slot, failures[row])
-
-    @staticmethod
-    def _grammar(
-        mask: GrammarMask | None, sampled_rows: np.ndarray, num_rows: int, vocabulary: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Rows of the sampler and bool [N, V] from a mask over the step's rows; rows that do not sample drop out."""
-        if mask is None or len(mask.rows) == 0:
-            return None, None
-        order = np.full(num_rows, len(sampled_rows), dtype=np.int64)
-        order[sampled_rows] = np.arange(len(sampled_rows))
-        sampler_rows = order[mask.rows]
-        used = sampler_rows < len(sampled_rows)
-        if not used.any():
-            return None, None
-        return torch.from_numpy(sampler_rows[used]), unpack_grammar_bits(mask.bits[used], vocabulary)
-
-
-def _hidden(output: torch.Tensor | StageOutput) -> torch.Tensor:
-    """The last stage's hidden states."""
-    if not isinstance(output, StageOutput):
-        return output
-    if output.hidden is None:
-        raise RuntimeError("the model stopped before its last layer; set pipeline_parallel_size to 1")
-    return output.hidden
+    def _payloads(self, step: SchedulerOutput) -> dict[str, object]:
+        found = ((extension.name, extension.finish_step(step)) for extension in self._extensions)
+        return {name: payload for name, payload in found if payload is not None}
 
 
 @torch.inference_mode()
@@ -173,5 +129,5 @@ def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: t
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
     with set_forward_context(context):
-        hidden = _hidden(model.forward(token_ids, positions))
+        hidden = last_hidden(model.forward(token_ids, positions))
     model.logits(hidden[-1:])

@@ -67,6 +67,9 @@ class SlotState:
     Attributes:
         token_ids: int32 [N, L]; valid up to ``num_tokens`` of the slot.
         num_tokens, num_prompt_tokens, generations: int32 [N].
+        num_pending: int32 [N], of ``num_tokens`` the last, sampled by steps whose results are not on the host: their
+            ids are still to be filled in, and drafts among them count as if they were right.
+        num_refused: int32 [N], drafts that turned out wrong so far.
         occupied: bool [N].
         tables: one :class:`BlockTable` per KV group.
     """
@@ -80,6 +83,8 @@ class SlotState:
         self.token_ids: Int32Array = np.zeros((num_slots, width), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.num_pending: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.num_refused: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.generations: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.occupied: BoolArray = np.zeros(num_slots, dtype=np.bool_)
         self.tables = tuple(
@@ -98,6 +103,8 @@ class SlotState:
         self.occupied[slots] = False
         self.num_tokens[slots] = 0
         self.num_prompt_tokens[slots] = 0
+        self.num_pending[slots] = 0
+        self.num_refused[slots] = 0
         for table in self.tables:
             table.release(slots)
 
@@ -132,6 +139,43 @@ class SlotState:
         """One sampled token per slot of ``slots`` (each slot at most once)."""
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
         self.num_tokens[slots] += 1
+
+    def append_runs(self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """``counts[i]`` of the ``token_ids`` join ``slots[i]`` (each slot at most once)."""
+        self._write(slots, counts, token_ids, self.num_tokens[slots])
+        self.num_tokens[slots] += counts
+
+    def write_ahead(self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Guesses behind the known tokens, to be read by the next forward; they do not count as known.
+
+        Raises ``RuntimeError`` when they reach beyond a slot's room.
+        """
+        self._write(slots, counts, token_ids, self.num_tokens[slots])
+
+    def expect(self, slots: Int32Array, counts: Int32Array) -> None:
+        """``counts[i]`` tokens of ``slots[i]`` are on their way from the device, if all of its drafts are right."""
+        self.num_tokens[slots] += counts
+        self.num_pending[slots] += counts
+
+    def resolve(self, slots: Int32Array, expected: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """The oldest ``expected[i]`` tokens of ``slots[i]`` are there, and only ``counts[i]``: the rest was refused."""
+        self._write(slots, counts, token_ids, self.num_tokens[slots] - self.num_pending[slots])
+        refused = expected - counts
+        self.num_pending[slots] -= expected
+        self.num_tokens[slots] -= refused
+        self.num_refused[slots] += refused
+
+    def _write(self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array, starts: Int32Array) -> None:
+        ends = starts + counts
+        if len(slots) and int(ends.max()) > self.token_ids.shape[1]:
+            slot = int(slots[int(ends.argmax())])
+            raise RuntimeError(
+                f"slot {slot} would hold {int(ends.max())} tokens, but has room for {self.token_ids.shape[1]}; the "
+                "scheduler and the worker disagree about max_model_len"
+            )
+        first_of_row = np.cumsum(counts) - counts
+        columns = np.arange(len(token_ids)) + np.repeat(starts - first_of_row, counts)
+        self.token_ids[np.repeat(slots, counts), columns] = token_ids
 
     def append_known(self, slots: Int32Array, update: TokenUpdate) -> None:
         """Tokens sampled elsewhere; ids of -1 are those this worker sampled, and holds, itself."""

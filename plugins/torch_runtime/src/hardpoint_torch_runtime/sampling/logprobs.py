@@ -2,52 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from hardpoint.interfaces.step import LogprobArrays
 
-__all__ = ["WHOLE_VOCABULARY", "gather_logprobs", "join_logprobs"]
+__all__ = ["WHOLE_VOCABULARY", "RankedLogprobs", "gather_logprobs", "index_tensor", "join_logprobs", "rank_logprobs"]
 
 WHOLE_VOCABULARY = -1
 """The request's way to ask for every token (unsorted)."""
 _PADDING_TOKEN = -1
 
 
+@dataclass(frozen=True, slots=True)
+class RankedLogprobs:
+    """What :func:`rank_logprobs` found, still on the device; :meth:`to_arrays` needs the ``tensors`` on the host.
+
+    ``counts`` int [N] alternatives wanted per row, ``ranked`` the rows with some of the best, ``tensors`` by name:
+    ``logprob_ids`` int64 [N], ``logprob_chosen`` float32 [N], ``logprob_ranks`` int64 [N]; ``logprob_best_ids`` and
+    ``logprob_best`` [len(ranked), W] where there are such rows; ``logprob_all`` [M, V] for those that want everything.
+    """
+
+    counts: np.ndarray
+    ranked: np.ndarray
+    vocabulary: int
+    tensors: dict[str, torch.Tensor]
+
+    def to_arrays(self, host: Mapping[str, np.ndarray], rows: np.ndarray) -> LogprobArrays:
+        """``rows`` int [N] are the step's rows the entries belong to. Entries a row did not ask for are padding."""
+        counts, num_rows = self.counts, len(self.counts)
+        wanted = np.where(counts == WHOLE_VOCABULARY, self.vocabulary, np.minimum(counts, self.vocabulary))
+        width = int(wanted.max(initial=0))
+        ids = np.full((num_rows, width + 1), _PADDING_TOKEN, dtype=np.int32)
+        values = np.full((num_rows, width + 1), -np.inf, dtype=np.float32)
+        ids[:, 0], values[:, 0] = host["logprob_ids"], host["logprob_chosen"]
+        if len(self.ranked):
+            best_ids, best = host["logprob_best_ids"], host["logprob_best"]
+            columns = best_ids.shape[1]
+            shown = np.arange(columns) < wanted[self.ranked, None]
+            ids[self.ranked, 1 : columns + 1] = np.where(shown, best_ids, _PADDING_TOKEN)
+            values[self.ranked, 1 : columns + 1] = np.where(shown, best, -np.inf)
+        whole = np.flatnonzero(counts == WHOLE_VOCABULARY)
+        if len(whole):
+            ids[whole, 1:] = np.arange(self.vocabulary, dtype=np.int32)
+            values[whole, 1:] = host["logprob_all"]
+        return LogprobArrays(rows.astype(np.int32), ids, values, host["logprob_ranks"].astype(np.int32))
+
+
+def index_tensor(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """``rows`` int64 [N] where ``like`` is, without waiting for what the device is doing."""
+    return torch.from_numpy(rows).to(like.device, non_blocking=True)
+
+
+def rank_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: np.ndarray) -> RankedLogprobs:
+    """``logprobs`` float32 [N, V], the chosen ``token_ids`` int64 [N], alternatives wanted per row ``counts`` [N].
+
+    Waits for nothing.
+    """
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    tensors = {
+        "logprob_ids": token_ids,
+        "logprob_chosen": chosen.squeeze(1),
+        "logprob_ranks": (logprobs > chosen).sum(dim=1) + 1,
+    }
+    vocabulary = logprobs.shape[1]
+    ranked = np.flatnonzero((counts != WHOLE_VOCABULARY) & (counts > 0))
+    if len(ranked):
+        width = min(int(counts[ranked].max()), vocabulary)
+        best = logprobs[index_tensor(ranked, logprobs)].topk(width, dim=1)
+        tensors |= {"logprob_best_ids": best.indices, "logprob_best": best.values}
+    whole = np.flatnonzero(counts == WHOLE_VOCABULARY)
+    if len(whole):
+        tensors["logprob_all"] = logprobs[index_tensor(whole, logprobs)]
+    return RankedLogprobs(counts, ranked, vocabulary, tensors)
+
+
 def gather_logprobs(
     logprobs: torch.Tensor, token_ids: torch.Tensor, counts: np.ndarray, rows: np.ndarray
 ) -> LogprobArrays:
-    """``logprobs`` float32 [N, V], the chosen ``token_ids`` int64 [N], alternatives wanted per row ``counts`` [N].
-
-    ``rows`` int [N] are the step's rows the entries belong to. Entries a row did not ask for are padding.
-    """
-    num_rows, vocabulary = logprobs.shape
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > chosen).sum(dim=1) + 1
-    wanted = np.where(counts == WHOLE_VOCABULARY, vocabulary, np.minimum(counts, vocabulary))
-    width = int(wanted.max(initial=0))
-    ids = np.full((num_rows, width + 1), _PADDING_TOKEN, dtype=np.int32)
-    values = np.full((num_rows, width + 1), -np.inf, dtype=np.float32)
-    ids[:, 0] = token_ids.cpu().numpy()
-    values[:, 0] = chosen.squeeze(1).cpu().numpy()
-    _fill_best(logprobs, counts, wanted, ids, values)
-    for row in np.flatnonzero(counts == WHOLE_VOCABULARY):
-        ids[row, 1:] = np.arange(vocabulary, dtype=np.int32)
-        values[row, 1:] = logprobs[row].cpu().numpy()
-    return LogprobArrays(rows.astype(np.int32), ids, values, ranks.cpu().numpy().astype(np.int32))
-
-
-def _fill_best(
-    logprobs: torch.Tensor, counts: np.ndarray, wanted: np.ndarray, ids: np.ndarray, values: np.ndarray
-) -> None:
-    ranked = np.flatnonzero((counts != WHOLE_VOCABULARY) & (wanted > 0))
-    if len(ranked) == 0:
-        return
-    width = int(wanted[ranked].max())
-    best = logprobs[torch.from_numpy(ranked)].topk(width, dim=1)
-    shown = np.arange(width) < wanted[ranked, None]
-    ids[ranked, 1 : width + 1] = np.where(shown, best.indices.cpu().numpy(), _PADDING_TOKEN)
-    values[ranked, 1 : width + 1] = np.where(shown, best.values.cpu().numpy(), -np.inf)
+    """:func:`rank_logprobs` and :meth:`RankedLogprobs.to_arrays` in one."""
+    ranked = rank_logprobs(logprobs, token_ids, counts)
+    return ranked.to_arrays({name: tensor.cpu().numpy() for name, tensor in ranked.tensors.items()}, rows)
 
 
 def join_logprobs(parts: list[LogprobArrays]) -> LogprobArrays | None:

@@ -7,7 +7,7 @@ greedy candidate, temperature, argmax-invariant processors, top-k and top-p, dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,12 @@ import torch
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.step import LogprobArrays
 from hardpoint_torch_runtime.sampling.constraints import add_bias, apply_penalties, exclude, keep_legal, keep_only
-from hardpoint_torch_runtime.sampling.logprobs import gather_logprobs
+from hardpoint_torch_runtime.sampling.logprobs import RankedLogprobs, gather_logprobs, index_tensor, rank_logprobs
 from hardpoint_torch_runtime.sampling.metadata import SamplingMetadata
 from hardpoint_torch_runtime.sampling.random import draw
 from hardpoint_torch_runtime.sampling.truncation import apply_min_p, apply_top_k_top_p
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["LaunchedSample", "Sampler", "SamplerOutput"]
 
 _BROKEN_LOGITS = "the model produced values that are not numbers for this request"
 _NOTHING_ALLOWED = "no token is allowed at this position by the request's constraints"
@@ -37,6 +37,40 @@ class SamplerOutput:
     token_ids: np.ndarray
     failures: dict[int, str]
     logprobs: LogprobArrays | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSample:
+    """A draw whose result is still on the device.
+
+    ``token_ids`` int64 [S], all within the vocabulary; ``is_broken`` and ``is_barred`` bool [S] mark rows without a
+    usable token: the model's values are not numbers, or nothing is allowed. ``logprobs`` for rows ``logprob_rows``.
+    """
+
+    token_ids: torch.Tensor
+    is_broken: torch.Tensor
+    is_barred: torch.Tensor
+    logprobs: RankedLogprobs | None
+    logprob_rows: np.ndarray
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what :meth:`finish` needs on the host."""
+        own = {"token_ids": self.token_ids, "is_broken": self.is_broken, "is_barred": self.is_barred}
+        return own if self.logprobs is None else own | self.logprobs.tensors
+
+    def finish(self, host: Mapping[str, np.ndarray]) -> SamplerOutput:
+        failures = dict.fromkeys(np.flatnonzero(host["is_barred"]).tolist(), _NOTHING_ALLOWED)
+        failures |= dict.fromkeys(np.flatnonzero(host["is_broken"]).tolist(), _BROKEN_LOGITS)
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = self.logprobs.to_arrays(host, self.logprob_rows)
+            kept = ~np.isin(self.logprob_rows, list(failures))
+            if not kept.all():
+                logprobs = LogprobArrays(
+                    logprobs.rows[kept], logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept]
+                )
+        return SamplerOutput(host["token_ids"].astype(np.int32), failures, logprobs)
 
 
 class Sampler:
@@ -80,11 +114,36 @@ class Sampler:
         logprobs = self._logprobs(snapshot, tokens, metadata, failures)
         return SamplerOutput(tokens.cpu().numpy().astype(np.int32), failures, logprobs)
 
+    @property
+    def has_processors(self) -> bool:
+        """Whether plugins with a state of their own take part."""
+        return bool(self._changing or self._invariant)
+
+    def launch(self, logits: torch.Tensor, metadata: SamplingMetadata) -> LaunchedSample:
+        """:meth:`__call__` without waiting for the device: failed rows are found out afterwards."""
+        best = logits.max(dim=-1)
+        is_broken, is_barred = ~best.values.isfinite(), torch.zeros_like(best.values, dtype=torch.bool)
+        snapshot = self._snapshot(logits, metadata)
+        tokens = best.indices
+        if not _is_plain(metadata) or self._changing:
+            logits = self._constrain(logits.to(torch.float32), metadata)
+            best = logits.max(dim=-1)
+            tokens, is_barred = best.indices, ~best.values.isfinite()
+            if not metadata.all_greedy:
+                tokens[metadata.random_rows] = self._draw(logits, best.values, metadata)
+                is_outside = tokens >= logits.shape[-1]
+                is_broken, tokens = is_broken | (is_outside & ~is_barred), tokens.masked_fill(is_outside, 0)
+        ranked, rows = None, np.zeros(0, dtype=np.int64)
+        if snapshot is not None and metadata.logprobs is not None:
+            rows = metadata.logprobs.rows
+            ranked = rank_logprobs(snapshot, tokens[index_tensor(rows, tokens)], metadata.logprobs.counts)
+        return LaunchedSample(tokens, is_broken, is_barred, ranked, rows)
+
     def _snapshot(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor | None:
         """Log-probabilities of the model itself, for the rows that asked (R6.12): float32 [N, V]."""
         if metadata.logprobs is None:
             return None
-        return torch.log_softmax(logits[torch.from_numpy(metadata.logprobs.rows)].to(torch.float32), dim=-1)
+        return torch.log_softmax(logits[index_tensor(metadata.logprobs.rows, logits)].to(torch.float32), dim=-1)
 
     def _constrain(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Steps (3) to (6), in place."""
@@ -113,9 +172,10 @@ class Sampler:
         rows = rows.sub_(peaks[metadata.random_rows].unsqueeze(1)).div_(metadata.temperature.unsqueeze(1))
         if metadata.min_p is not None:
             apply_min_p(rows, metadata.min_p)
-        slots = metadata.slots[metadata.random_rows.cpu().numpy()]
-        for processor in self._invariant:
-            rows = self._apply_invariant(processor, rows, slots)
+        if self._invariant:
+            slots = metadata.slots[metadata.random_rows.cpu().numpy()]
+            for processor in self._invariant:
+                rows = self._apply_invariant(processor, rows, slots)
         if metadata.top_k is not None or metadata.top_p is not None:
             rows = self._truncate(rows, metadata.top_k, metadata.top_p)
         return draw(rows, metadata.uniforms)

@@ -122,6 +122,10 @@ class SlotSampling:
         """Union over the given slots."""
         return Feature(int(np.bitwise_or.reduce(self._features[slots]))) if len(slots) else Feature.NONE
 
+    def needs_tokens(self, slots: Int32Array) -> bool:
+        """Whether parameters of any of these slots look at the generated tokens themselves, not just their number."""
+        return bool(self.features(slots) & (Feature.PENALTIES | Feature.BAD_WORDS))
+
     def prompt_logprob_counts(self, slots: Int32Array) -> tuple[np.ndarray, np.ndarray]:
         """Positions in ``slots`` that asked for prompt log-probabilities, and how many alternatives each wants."""
         rows = self._rows_with(slots, Feature.PROMPT_LOGPROBS)
@@ -134,11 +138,17 @@ class SlotSampling:
         *,
         grammar: torch.Tensor | None = None,
         grammar_rows: torch.Tensor | None = None,
+        num_ahead: Int32Array | None = None,
     ) -> SamplingMetadata:
-        """Metadata for the sampling rows ``slots`` (int32 [S]), given the tokens known now."""
+        """Metadata for the sampling rows ``slots`` (int32 [S]), given the tokens known now.
+
+        ``num_ahead`` int32 [S]: so many of the guesses behind a slot's tokens count as known. A slot may then occur
+        several times.
+        """
         used = self.features(slots)
         if used is Feature.NONE and grammar is None:
             return SamplingMetadata(slots, self._tensor(np.zeros(0, dtype=np.int64)))
+        lengths: Int32Array = state.num_tokens[slots] if num_ahead is None else state.num_tokens[slots] + num_ahead
         random_rows = self._rows_with(slots, Feature.RANDOM)
         random_slots = slots[random_rows]
         has_random = len(random_rows) > 0
@@ -146,22 +156,23 @@ class SlotSampling:
             slots=slots,
             random_rows=self._tensor(random_rows),
             temperature=self._tensor(self._temperature[random_slots]) if has_random else None,
-            uniforms=self._tensor(self._uniforms(random_slots, state, used)) if has_random else None,
+            uniforms=self._uniforms(random_slots, state, lengths[random_rows]) if has_random else None,
             min_p=self._tensor(self._min_p[random_slots]) if used & Feature.MIN_P else None,
             top_k=self._tensor(self._top_k[random_slots]) if used & Feature.TOP_K else None,
             top_p=self._tensor(self._top_p[random_slots]) if used & Feature.TOP_P else None,
             allowed=self._allowed(slots) if used & Feature.ALLOWED else None,
             grammar=grammar,
             grammar_rows=grammar_rows,
-            bad_words=self._bad_words(slots, state) if used & Feature.BAD_WORDS else None,
-            stop_tokens=self._stop_tokens(slots, state) if used & Feature.MIN_TOKENS else None,
+            bad_words=self._bad_words(slots, state, lengths) if used & Feature.BAD_WORDS else None,
+            stop_tokens=self._stop_tokens(slots, state, lengths) if used & Feature.MIN_TOKENS else None,
             logit_bias=self._bias(slots) if used & Feature.BIAS else None,
-            penalties=self._penalties_of(slots, state) if used & Feature.PENALTIES else None,
+            penalties=self._penalties_of(slots, state, lengths) if used & Feature.PENALTIES else None,
             logprobs=self._logprobs(slots) if used & Feature.LOGPROBS else None,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        # A copy from unpinned memory has read it when this returns, so the device need not be waited for.
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _rows_with(self, slots: Int32Array, feature: Feature) -> np.ndarray:
         return np.flatnonzero(self._features[slots] & int(feature))
@@ -177,17 +188,17 @@ class SlotSampling:
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
         )
 
-    def _uniforms(self, slots: Int32Array, state: SlotState, used: Feature) -> np.ndarray:
+    def _uniforms(self, slots: Int32Array, state: SlotState, lengths: Int32Array) -> torch.Tensor:
         """One draw per random row. Seeded rows: a pure function of seed and output position."""
         seeded = (self._features[slots] & int(Feature.SEEDED)) != 0
         draws = np.empty(len(slots), dtype=np.float64)
         num_unseeded = int(len(slots) - seeded.sum())
         if num_unseeded:
             draws[~seeded] = self._unseeded.random(num_unseeded)
-        if used & Feature.SEEDED:
+        if num_unseeded < len(slots):
             own = slots[seeded]
-            draws[seeded] = counter_uniforms(self._seeds[own], state.num_output_tokens(own))
-        return draws
+            draws[seeded] = counter_uniforms(self._seeds[own], lengths[seeded] - state.num_prompt_tokens[own])
+        return self._tensor(draws)
 
     def _pairs(self, rows: list[int], tokens: list[np.ndarray]) -> TokenLists | None:
         if not tokens:
@@ -199,8 +210,8 @@ class SlotSampling:
         rows = self._rows_with(slots, Feature.ALLOWED).tolist()
         return self._pairs(rows, [self._lists[int(slots[row])].allowed for row in rows])
 
-    def _stop_tokens(self, slots: Int32Array, state: SlotState) -> TokenLists | None:
-        too_short = state.num_output_tokens(slots) < self._min_tokens[slots]
+    def _stop_tokens(self, slots: Int32Array, state: SlotState, lengths: Int32Array) -> TokenLists | None:
+        too_short = lengths - state.num_prompt_tokens[slots] < self._min_tokens[slots]
         rows = np.flatnonzero(((self._features[slots] & int(Feature.MIN_TOKENS)) != 0) & too_short).tolist()
         return self._pairs(rows, [self._lists[int(slots[row])].stop_tokens for row in rows])
 
@@ -212,12 +223,12 @@ class SlotSampling:
             return None
         return LogitEdits(targets, self._tensor(np.concatenate([entry.bias_values for entry in lists])))
 
-    def _bad_words(self, slots: Int32Array, state: SlotState) -> TokenLists | None:
+    def _bad_words(self, slots: Int32Array, state: SlotState, lengths: Int32Array) -> TokenLists | None:
         rows: list[int] = []
         tokens: list[np.ndarray] = []
         for row in self._rows_with(slots, Feature.BAD_WORDS).tolist():
             slot = int(slots[row])
-            output = state.token_ids[slot, state.num_prompt_tokens[slot] : state.num_tokens[slot]]
+            output = state.token_ids[slot, state.num_prompt_tokens[slot] : lengths[row]]
             lists = self._lists[slot]
             candidates = lists.bad_words.get(int(output[-1]), ()) if len(output) else ()
             last = [word[-1] for word in candidates if _is_about_to_complete(word, output)]
@@ -227,10 +238,9 @@ class SlotSampling:
                 tokens.append(excluded)
         return self._pairs(rows, tokens)
 
-    def _penalties_of(self, slots: Int32Array, state: SlotState) -> Penalties:
+    def _penalties_of(self, slots: Int32Array, state: SlotState, known: Int32Array) -> Penalties:
         rows = self._rows_with(slots, Feature.PENALTIES)
-        own = slots[rows]
-        lengths = state.num_tokens[own]
+        own, lengths = slots[rows], known[rows]
         positions = np.arange(int(lengths.max()), dtype=np.int32)
         token_ids = state.token_ids[own, : len(positions)].astype(np.int64)
         token_ids[positions >= lengths[:, None]] = self._vocab_size

@@ -1,0 +1,119 @@
+"""Puts a runner together: which parts it has, and that those which keep state by slot hear of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.interfaces.logits_processor import LogitsProcessor
+from hardpoint.interfaces.model import Model
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+from hardpoint_torch_runtime.runner.backlog import Backlog
+from hardpoint_torch_runtime.runner.batch_state import BatchState, RowRefusal
+from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens
+from hardpoint_torch_runtime.runner.draft_debt import DraftDebt
+from hardpoint_torch_runtime.runner.draft_verification import DraftProposer, OwnDrafts
+from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
+from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
+from hardpoint_torch_runtime.runner.input_batch import InputBuilder
+from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
+from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
+from hardpoint_torch_runtime.runner.runner import ModelRunner
+from hardpoint_torch_runtime.runner.sampling_stage import DeviceResidence
+from hardpoint_torch_runtime.runner.slot_state import SlotState
+from hardpoint_torch_runtime.runner.streams import DeviceStreams
+from hardpoint_torch_runtime.sampling.sampler import Sampler
+from hardpoint_torch_runtime.sampling.slot_params import SlotSampling
+
+__all__ = ["RunnerParts", "assemble_runner"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a runner may have beyond the model and its cache; each may be absent.
+
+    Attributes:
+        processors: plugins that the sampler calls, told of every token.
+        refuse: says of a new row why it cannot be computed.
+        streams: of the device, where outputs are promises; without them each step waits for its own.
+        proposer: guesses tokens ahead.
+        extensions: seats of other features.
+    """
+
+    processors: Sequence[LogitsProcessor] = ()
+    refuse: RowRefusal | None = None
+    streams: DeviceStreams | None = None
+    proposer: DraftProposer | None = None
+    extensions: Sequence[RunnerExtension] = ()
+
+
+def assemble_runner(
+    config: WorkerConfig,
+    model: Model,
+    groups: AttentionGroups,
+    kv: KVMemory,
+    sampler: Sampler,
+    device: torch.device,
+    parts: RunnerParts,
+    make_forwards: Callable[[PromptEmbeddings], ForwardPass] | None = None,
+) -> ModelRunner:
+    """A runner sized by ``config``, with ``parts`` and, where the model has several positions per token, those.
+
+    ``make_forwards``: how the model is run; by default as it is.
+    """
+    slots = SlotState(config.max_num_seqs, config.max_model_len, groups.block_sizes)
+    sampling = SlotSampling(
+        config.max_num_seqs, config.model.vocab_size, device, seed=config.seed, eos_token_ids=config.model.eos_token_ids
+    )
+    num_drafts = 0 if parts.proposer is None else parts.proposer.num_drafts
+    own_drafts = None if parts.proposer is None else OwnDrafts(config.max_num_seqs, num_drafts)
+    residence = None if parts.streams is None else _residence(config, groups, parts.streams, num_drafts, device)
+    axes = None
+    if isinstance(model, AxisPositions):
+        axes = PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
+    tokens = None if residence is None else residence.tokens
+    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens)
+    embeddings = PromptEmbeddings()
+    state = BatchState(
+        slots,
+        sampling,
+        kv,
+        embeddings,
+        parts.processors,
+        parts.refuse,
+        parts=[part for part in by_slot if part is not None],
+        own_drafts=own_drafts,
+        backlog=None if residence is None else residence.backlog,
+        debt=None if residence is None else residence.debt,
+    )
+    inputs = InputBuilder(slots, config.max_num_batched_tokens, device, groups.kernel_blocks, device_tokens=tokens)
+    return ModelRunner(
+        model,
+        groups,
+        kv,
+        state,
+        inputs,
+        sampler,
+        forwards=None if make_forwards is None else make_forwards(embeddings),
+        axes=axes,
+        proposer=parts.proposer,
+        extensions=parts.extensions,
+        device=residence,
+    )
+
+
+def _residence(
+    config: WorkerConfig, groups: AttentionGroups, streams: DeviceStreams, num_drafts: int, device: torch.device
+) -> DeviceResidence:
+    rows, most = config.max_num_seqs, config.max_num_batched_tokens
+    return DeviceResidence(
+        DeviceTokens(rows, most, device, num_drafts=num_drafts),
+        DraftDebt(rows, most, [group.kernel_block_size for group in groups.groups], device),
+        Backlog(),
+        streams,
+        streams.create_copy_stream(),
+    )
