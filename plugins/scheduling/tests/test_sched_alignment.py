@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockSizeRule, FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec
+from hardpoint.interfaces import BlockSizeRule, FullAttentionSpec, KVCacheSpec, MambaCacheMode, MambaSpec, MLASpec
 from hardpoint_scheduling.kv_cache.alignment import PageSize, align, align_dtypes, align_hybrid, equal_pages
 
 RULES = st.builds(BlockSizeRule, st.integers(1, 8), st.lists(st.integers(1, 90), max_size=3).map(tuple)) | st.builds(
@@ -126,6 +126,7 @@ LAYERS = st.one_of(
         block_size=st.sampled_from([16, 64]),
         shapes=st.tuples(st.tuples(st.integers(1, 300))),
         dtypes=st.just(("float32",)),
+        mode=st.sampled_from(MambaCacheMode),
     ),
 )
 
@@ -164,6 +165,16 @@ def test_blocks_stay_multiples_of_those_that_keep_their_size() -> None:
     assert result["a"].block_size == result["b"].block_size
     assert result["a"].block_size % 24 == result["a"].block_size % 8 == 0
     assert result["a"].page_size_bytes == other.page_size_bytes == 768
+
+
+@pytest.mark.parametrize("mode", MambaCacheMode)
+def test_states_that_prefixes_are_found_by_lie_at_the_ends_of_the_blocks(mode: MambaCacheMode) -> None:
+    """R12.40, R1.33: a block that grew would else end where no state is kept; a running state has no such place."""
+    state = MambaSpec(block_size=16, shapes=((600,),), dtypes=("float32",), mode=mode)
+    specs: dict[str, KVCacheSpec] = {"a": FullAttentionSpec(**USUAL), "s": state}
+    result = equal_pages(specs, {"any": BlockSizeRule(16)})
+    assert result["a"].block_size == 80
+    assert result["s"].block_size == (16 if mode is MambaCacheMode.NONE else 80)
 
 
 def test_recurrent_layers_alone_are_padded() -> None:

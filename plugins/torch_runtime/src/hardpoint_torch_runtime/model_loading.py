@@ -8,6 +8,7 @@ import torch
 
 from hardpoint.errors import ConfigError, PluginNotFoundError, UnsupportedModelError
 from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
 from hardpoint.interfaces.model import Model, ModelContext, StageRange
 from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess
@@ -46,6 +47,7 @@ def load_model(
     device: torch.device,
     kernels: Kernels | None = None,
     communicator: Communicator | None = None,
+    state_mode: MambaCacheMode = MambaCacheMode.NONE,
 ) -> LoadedModel:
     """Create the architecture's model, with ``kernels`` at the seams, and fill it with this rank's share.
 
@@ -61,6 +63,7 @@ def load_model(
         quantization=quantization,
         communicator=communicator,
         kernels=kernels,
+        state_mode=state_mode,
     )
     model = _create_model(plugins, config, toolkit)
     loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))

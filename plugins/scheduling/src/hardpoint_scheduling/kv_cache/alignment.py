@@ -17,7 +17,7 @@ from math import lcm
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import BlockSizeRule, KVCacheSpec, smallest_block_size
+from hardpoint.interfaces import BlockSizeRule, KVCacheSpec, MambaCacheMode, MambaSpec, smallest_block_size
 
 _logger = logging.getLogger(__name__)
 
@@ -101,8 +101,15 @@ def equal_pages(specs: Mapping[str, KVCacheSpec], rules: Mapping[str, BlockSizeR
         if size.block_size != block_size:
             grown = {"block_size": size.block_size, "padded_page_size": None}
             aligned = {n: msgspec.structs.replace(s, **grown) if _shape(s) == main else s for n, s in specs.items()}
+            aligned = {name: _following(spec, size.block_size) for name, spec in aligned.items()}
         page = size.page_bytes
     return _padded(aligned, page)
+
+
+def _following(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    """States that prefixes are found by lie at ends of the main layers' blocks: at others no prefix has both."""
+    is_found = isinstance(spec, MambaSpec) and spec.mode is not MambaCacheMode.NONE
+    return msgspec.structs.replace(spec, block_size=block_size) if is_found and spec.block_size < block_size else spec
 
 
 def _padded(specs: Mapping[str, KVCacheSpec], page: int) -> dict[str, KVCacheSpec]:

@@ -113,7 +113,14 @@ class MambaMixer(UncompiledLayer):
     D: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
 
-    def __init__(self, name: str, sizes: MambaSizes, factory: LinearFactory, block_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: MambaSizes,
+        factory: LinearFactory,
+        block_size: int,
+        mode: MambaCacheMode = MambaCacheMode.NONE,
+    ) -> None:
         super().__init__()
         self.name = name
         self.sizes = sizes
@@ -141,7 +148,7 @@ class MambaMixer(UncompiledLayer):
             block_size=block_size,
             shapes=(self.conv1d.state_shape, (self._heads.length, sizes.head_size, sizes.state_size)),
             dtypes=("float32", "float32"),
-            mode=MambaCacheMode.NONE,
+            mode=mode,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

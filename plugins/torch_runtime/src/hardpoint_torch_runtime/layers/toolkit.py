@@ -13,6 +13,7 @@ from hardpoint.interfaces.kv_cache_specs import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaCacheMode,
     MLASpec,
     SlidingWindowSpec,
 )
@@ -62,6 +63,9 @@ class LayerToolkit:
     kernels: Kernels = field(default_factory=Kernels)
     """The kernels at the seams, which every layer takes its own from when it is created."""
 
+    state_mode: MambaCacheMode = MambaCacheMode.NONE
+    """Which states of a sequence recurrent layers keep."""
+
     attention_layers: dict[str, AttentionLayer | MambaMixer] = field(default_factory=dict)
     """Every attention layer created, and every recurrent one that is in the place of one, by name, in model order."""
 
@@ -78,10 +82,12 @@ class LayerToolkit:
         quantization: QuantizationMethod | None = None,
         communicator: Communicator | None = None,
         kernels: Kernels | None = None,
+        state_mode: MambaCacheMode = MambaCacheMode.NONE,
     ) -> LayerToolkit:
         """Raises ``ConfigError`` when ``config.parallel`` asks for tensor parallelism without a ``communicator``."""
         parallel = TensorParallel.from_slice(config.parallel, communicator)
-        return cls(config, device, dtype, attention_backend, quantization, parallel, kernels or Kernels())
+        kernels = kernels or Kernels()
+        return cls(config, device, dtype, attention_backend, quantization, parallel, kernels, state_mode)
 
     # Linear layers.
 
@@ -244,7 +250,7 @@ class LayerToolkit:
 
     def mamba_mixer(self, name: str, sizes: MambaSizes) -> MambaMixer:
         """A Mamba-2 mixer with its projections, whose states are kept in the KV cache."""
-        return self._add(MambaMixer(name, sizes, self.linear_factory, self.config.block_size))
+        return self._add(MambaMixer(name, sizes, self.linear_factory, self.config.block_size, self.state_mode))
 
     def _add(self, layer: CachingLayer) -> CachingLayer:
         if layer.name in self.attention_layers:
