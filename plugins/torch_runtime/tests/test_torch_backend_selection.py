@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginNotFoundError
-from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
-from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
+from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
 
 DEVICE = DeviceDescription(device_type="cpu", name="a test machine")
 
@@ -140,3 +140,16 @@ class TestChoice:
         none: dict[str, AttentionBackend] = {}
         with pytest.raises(ConfigError, match=r"(?s)no candidates.*installed: x, y; name one"):
             select_attention_backend(none.__getitem__, [], need, installed=("x", "y"))
+
+    def test_kinds_of_layers_that_the_configuration_does_not_tell(self, need: Any, loop_backend: Any) -> None:
+        """R5.5: before the first forward, with the backend's own reason."""
+
+        class ForDecoders(loop_backend):
+            def refuse(self, need: AttentionNeed) -> str | None:
+                return None if need.kind is AttentionKind.DECODER else "sees one side only"
+
+        require_kinds(ForDecoders(), need, [AttentionKind.DECODER] * 2)
+        require_kinds(loop_backend(), need, AttentionKind)
+        message = "'loop' was chosen, but refuses the model's layers of kind 'encoder_only': sees one side only; choose"
+        with pytest.raises(ConfigError, match=message):
+            require_kinds(ForDecoders(), need, [AttentionKind.DECODER, AttentionKind.ENCODER_ONLY])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginError
-from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.worker import WorkerConfig
 
-__all__ = ["AttentionChoice", "attention_need", "select_attention_backend"]
+__all__ = ["AttentionChoice", "attention_need", "require_kinds", "select_attention_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,18 @@ def select_attention_backend(
         f"no attention backend can serve this model on {need.device.name}:\n{_table(refused)}\n"
         f"installed: {', '.join(installed) or 'none'}; name one with --attention-backend"
     )
+
+
+def require_kinds(backend: AttentionBackend, need: AttentionNeed, kinds: Iterable[AttentionKind]) -> None:
+    """Ask ``backend`` once more, about the kinds of layers that the model turned out to have: a configuration does not
+    tell an encoder. Raises ``ConfigError`` with its reason."""
+    for kind in sorted(set(kinds) - {need.kind}):
+        reason = backend.refuse(replace(need, kind=kind))
+        if reason is not None:
+            raise ConfigError(
+                f"attention backend {backend.name!r} was chosen, but refuses the model's layers of kind "
+                f"{kind.value!r}: {reason}; choose another one with --attention-backend"
+            )
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

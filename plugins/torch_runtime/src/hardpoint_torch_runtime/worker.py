@@ -18,9 +18,9 @@ from hardpoint.interfaces.platform import LogicalDevice, Platform
 from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
-from hardpoint_torch_runtime.backend_selection import attention_need, select_attention_backend
+from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
 from hardpoint_torch_runtime.communication import create_communicator, smallest
-from hardpoint_torch_runtime.layers import Communicator
+from hardpoint_torch_runtime.layers import AttentionLayer, Communicator
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops
@@ -179,6 +179,8 @@ class TorchWorker(Worker):
             self._communicator,
             self.options.recurrent_states,
         )
+        layers = self._loaded.toolkit.attention_layers.values()
+        require_kinds(choice.backend, need, (one.params.kind for one in layers if isinstance(one, AttentionLayer)))
         OPERATORS.verify()
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
