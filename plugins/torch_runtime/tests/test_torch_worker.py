@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -384,6 +385,16 @@ class TestStartUp:
         monkeypatch.setattr(worker.loaded.model, "forward", recording)
         worker.kv_cache_budget()
         assert seen == [(3 * world.max_len + 1, world.max_len - 1)]
+
+    def test_a_model_that_does_not_generate_is_profiled_without_its_logits(
+        self, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = world.config()
+        worker = world.start(model=msgspec.structs.replace(config.model, tasks=("embed",)))
+        asked: list[Any] = []
+        monkeypatch.setattr(worker.loaded.model, "logits", asked.append)
+        worker.kv_cache_budget()
+        assert asked == []
 
     def test_warming_up_leaves_no_trace(self, world: Any) -> None:
         """Slots, null block and the engine's stream of draws are as before."""

@@ -130,4 +130,5 @@ def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: t
     context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
     with set_forward_context(context):
         hidden = last_hidden(model.forward(token_ids, positions))
-    model.logits(hidden[-1:])
+    if "generate" in model.info.tasks:
+        model.logits(hidden[-1:])
