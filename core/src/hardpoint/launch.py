@@ -149,6 +149,7 @@ def prepare(
             info.vocab_size,
             limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            embedding_size=info.config.get("hidden_size"),
             **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),
         num_blocks=engine.cache.num_kv_blocks,

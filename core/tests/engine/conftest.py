@@ -60,6 +60,7 @@ def make_spec(fake_plan: PluginPlan) -> Callable[..., EngineSpec]:
             vocab_size=VOCAB_SIZE,
             dtype="float32",
             loader="fake",
+            tasks=("generate", "embed"),
         )
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": MAX_MODEL_LEN}
         scheduler_limits = SchedulerLimits(**{**sizes, **(limits or {})})

@@ -201,7 +201,7 @@ def test_facts_of_a_loaded_engine(make_spec: Callable, make_runtime: Callable) -
     core = build_engine(spec, runtime)
     num_blocks = core.scheduler.stats().num_total_blocks
     facts = (core.executor.supported_tasks(), num_blocks, num_blocks * spec.worker_config.block_size)
-    assert facts == (("generate",), 32, 128)
+    assert facts == (("generate", "embed"), 32, 128)
     created = {status.kind for status in core.load_reports()[0].of(PluginState.CREATED)}
     assert {"executor", "scheduler", "worker", "kv_layout", "kv_cache_spec"} <= created
     core.shutdown()

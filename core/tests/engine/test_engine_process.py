@@ -82,7 +82,7 @@ async def test_streams_carry_the_tokens_each_prompt_has_alone(start: Start) -> N
     prompts = [[40 + i, 41, 42] for i in range(12)]
     async with start() as llm:
         assert llm.is_ready
-        assert llm.tasks == ("generate",)
+        assert llm.tasks == ("generate", "embed")
         runs = await asyncio.gather(*(collect(llm, Prompt(token_ids=prompt), GREEDY) for prompt in prompts))
         for prompt, outputs in zip(prompts, runs, strict=True):
             assert ids_of(outputs) == expected(prompt, 8)

@@ -295,8 +295,12 @@ def test_a_fork_activates_again(site: Site) -> None:
 def test_contexts_for_many_come_from_the_caller(site: Site) -> None:
     install(site, "acme-1", "stat_logger", "one", GOOD)
     runtime = start(site, {ProcessRole.API})
-    created = runtime.create_all("stat_logger", lambda name: PluginContext(f"<{name}>", 1, runtime.roles))
-    assert created["one"][0].name == "<one>"
+
+    def tagged(tag: str, **facts: Any) -> PluginContext:
+        return PluginContext(**facts | {"distribution": tag})
+
+    context = runtime.create_all("stat_logger", tagged, tag="x")["one"][0]
+    assert (context.name, context.distribution) == ("one", "x")
 
 
 @pytest.mark.parametrize(("tasks", "loaded"), [(("generate",), True), (("embed",), False), (None, False)])

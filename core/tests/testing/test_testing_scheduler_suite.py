@@ -27,6 +27,7 @@ def make_suite(kind: type[FakeScheduler]) -> type[SchedulerSuite]:
     class Suite(SchedulerSuite):
         row_failures: ClassVar[bool] = False
         log_probabilities: ClassVar[bool] = False
+        pools: ClassVar[bool] = True
 
         def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
             return kind(ctx.limits, num_blocks=ctx.kv_cache.num_blocks, block_size=BLOCK_SIZE)
@@ -127,7 +128,14 @@ class TakesTheSameTwice(FakeScheduler):
         return super().add(request)
 
 
+class SamplesWhatIsPooled(FakeScheduler):
+    def schedule(self) -> SchedulerOutput:
+        step = super().schedule()
+        return msgspec.structs.replace(step, samples=step.samples | True)
+
+
 MUTANTS = {
+    SamplesWhatIsPooled: "test_a_pooled_prompt_ends_with_its_result",
     LeaksBlocks: "test_tokens_equal_those_of_the_request_alone",
     SharesBlocks: "test_tokens_equal_those_of_the_request_alone",
     OverBudget: "test_a_prompt_over_the_budget_is_computed_in_chunks",

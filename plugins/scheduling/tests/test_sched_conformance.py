@@ -22,6 +22,7 @@ class _Complete:
     deadlines: ClassVar[bool] = True
     unchunked: ClassVar[bool] = True
     kv_events: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
     max_inflight_steps: ClassVar[int] = 4
 
 

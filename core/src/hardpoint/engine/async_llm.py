@@ -12,19 +12,18 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.engine.frontend import Frontend
-from hardpoint.engine.io_tasks import process_task
-from hardpoint.engine.output_processor import OutputProcessor
+from hardpoint.engine.frontend import Frontend, ModelFront
+from hardpoint.engine.input_processor import task_of
+from hardpoint.engine.io_tasks import embedding_of, last_output, process_task
 from hardpoint.engine.process_client import ProcessClient
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.stats import StatFanout
 from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import ConfigError, EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
-from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.engine import EmbeddingOutput, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.kv_events import KVEventBatch
-from hardpoint.interfaces.request import EngineOutputs, Int32Array, SamplingParams, SchedulerStats
+from hardpoint.interfaces.request import EngineOutputs, Int32Array, PoolingParams, SamplingParams, SchedulerStats
 from hardpoint.interfaces.stat_logger import StatLogger
-from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.launch import launch_model
 from hardpoint.plugins.report import LoadReport
 from hardpoint.plugins.runtime import PluginRuntime
@@ -36,7 +35,7 @@ OFF_LOOP_CHARS = 4096
 """Texts longer than this are tokenized on a thread, so that other streams go on."""
 
 
-class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
+class AsyncLLM(ModelFront, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     """Implements ``EngineClient`` on one event loop; owns ``client``, the engine process.
 
     Made by :meth:`create` from a model's name, by :meth:`start` from a spec, or from its parts. ``limit``
@@ -48,13 +47,7 @@ class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     ) -> None:
         self.client = client
         self.stats_fanout = stats or StatFanout({})
-        self.model_name: str = frontend.model_name
-        self.limits: ModelLimits = frontend.limits
-        self.tokenizer: Tokenizer = frontend.tokenizer
-        self.render_chat = frontend.render_chat
-        self._frontend = frontend
-        self._max_unfinished = limit
-        self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=self.stats_fanout.observe)
+        super().__init__(frontend, limit, self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
         self._sends_kv_events = False
         self._kv_event_sinks: list[Callable[[KVEventBatch], None]] = []
@@ -132,11 +125,11 @@ class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
         validate_batch(num_prompts, n, self.limits)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, options: RequestOptions | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, merged while the reader is busy. Closing or cancelling aborts in the engine."""
         self._admit(1)
-        token_ids = await self._tokenize(prompt)
+        token_ids = await self._tokenize(prompt, task_of(params))
         processed = self._frontend.inputs.process(prompt, params, options, token_ids)
         self._admit(len(processed.requests))
         news = asyncio.Event()
@@ -156,6 +149,11 @@ class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
         finally:
             if not state.finished:
                 self._abort(processed.request_id)
+
+    async def embed(
+        self, prompt: Prompt, params: PoolingParams | None = None, options: RequestOptions | None = None
+    ) -> EmbeddingOutput:
+        return embedding_of(await last_output(self.generate(prompt, params or PoolingParams(), options)))
 
     async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
         return await process_task(self, self._frontend.io_processor, data, options)
@@ -201,12 +199,12 @@ class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
                 "try again later, or raise --max-waiting"
             )
 
-    async def _tokenize(self, prompt: Prompt) -> Int32Array:
+    async def _tokenize(self, prompt: Prompt, task: str) -> Int32Array:
         text = getattr(prompt, "text", None)
         if not isinstance(text, str) or len(text) <= OFF_LOOP_CHARS:
-            return self._frontend.inputs.tokenize(prompt)
+            return self._frontend.inputs.tokenize(prompt, task)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, self._frontend.inputs.tokenize, prompt)
+        return await loop.run_in_executor(self._tokenizing, self._frontend.inputs.tokenize, prompt, task)
 
     def _abort(self, request_id: str) -> None:
         self.client.abort(self._outputs.abort(request_id))

@@ -1,11 +1,12 @@
-"""What both front ends know of a model: its tokenizer, limits and chat renderer. No engine in here."""
+"""What both front ends know of a model, its tokenizer, limits and chat renderer, and keep of it. No engine in here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hardpoint.engine.input_processor import InputProcessor
+from hardpoint.engine.output_processor import OutputProcessor, StatEvent
 from hardpoint.engine.spec import EngineSpec
 from hardpoint.engine.validation import max_prompt_chars
 from hardpoint.errors import ModelFormatError
@@ -75,6 +76,21 @@ class Frontend:
         arguments = plain_copy(template_arguments or {})
         _, ids = self._renderer.render(plain, add_generation_prompt=add_generation_prompt, template_arguments=arguments)
         return Prompt(token_ids=ids)
+
+
+class ModelFront:
+    """A model's facts, and the outputs of its requests. ``limit`` sequences run or wait at a time (None: no limit)."""
+
+    def __init__(
+        self, frontend: Frontend, limit: int | None, observe: Callable[[StatEvent], None] | None = None
+    ) -> None:
+        self.model_name: str = frontend.model_name
+        self.limits: ModelLimits = frontend.limits
+        self.tokenizer: Tokenizer = frontend.tokenizer
+        self.render_chat = frontend.render_chat
+        self._frontend = frontend
+        self._max_unfinished = limit
+        self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name, observe=observe)
 
 
 def _create_renderer(spec: EngineSpec, runtime: PluginRuntime, tokenizer: Tokenizer) -> ChatRenderer:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hardpoint.engine.validation import validate_options, validate_prompt, validate_sampling, validate_token_ids
+from hardpoint.engine import validation
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
-from hardpoint.interfaces.request import EngineRequest, Int32Array, SamplingParams
+from hardpoint.interfaces.request import EngineRequest, Int32Array, OutputKind, PoolingParams, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
 
 _INT64 = 2**64
+_NOTHING_SAMPLED = SamplingParams(output_kind=OutputKind.FINAL_ONLY, detokenize=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +49,35 @@ class InputProcessor:
         self._tasks = tasks
         self._clock = clock
 
-    def tokenize(self, prompt: Prompt) -> Int32Array:
+    def tokenize(self, prompt: Prompt, task: str = "generate") -> Int32Array:
         """Checked prompt ids. Safe on any thread, so that long texts need not hold up an event loop."""
-        if "generate" not in self._tasks:
-            served = ", ".join(self._tasks) or "nothing"
-            raise InvalidRequestError(f"this model does not generate text; it serves {served}", code="unsupported_task")
-        validate_prompt(prompt, self._limits)
+        if task not in self._tasks:
+            asked, served = task.replace("generate", "generate text"), ", ".join(self._tasks) or "nothing"
+            raise InvalidRequestError(f"this model does not {asked}; it serves {served}", code="unsupported_task")
+        validation.validate_prompt(prompt, self._limits)
         ids = prompt.token_ids
         if prompt.text is not None:
             ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
-        return validate_token_ids(ids, self._limits)
+        return validation.validate_token_ids(ids, self._limits, room=int(task == "generate"))
 
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         options: RequestOptions | None = None,
         token_ids: Int32Array | None = None,
     ) -> ProcessedRequest:
         """``token_ids`` is the result of :meth:`tokenize` where the caller has it. Raises ``InvalidRequestError``."""
         arrival = self._clock()
         options = options or RequestOptions()
-        validate_options(options)
-        ids = self.tokenize(prompt) if token_ids is None else token_ids
-        checked = validate_sampling(params, len(ids), self._limits, self._eos_token_ids)
+        validation.validate_options(options)
+        task = task_of(params)
+        ids = self.tokenize(prompt, task) if token_ids is None else token_ids
+        checked, pooling = _NOTHING_SAMPLED, None
+        if isinstance(params, PoolingParams):
+            pooling = validation.validate_pooling(params, self._limits)
+        else:
+            checked = validation.validate_sampling(params, len(ids), self._limits, self._eos_token_ids)
         request_id = uuid.uuid4().hex
         requests = tuple(
             EngineRequest(
@@ -84,10 +90,16 @@ class InputProcessor:
                 priority=options.priority,
                 deadline=None if options.timeout_s is None else arrival + options.timeout_s,
                 tenant=options.tenant,
+                task=task,
+                pooling=pooling,
             )
             for index in range(checked.n)
         )
         return ProcessedRequest(request_id, prompt.text, tuple(ids.tolist()), checked, requests, arrival)
+
+
+def task_of(params: SamplingParams | PoolingParams) -> str:
+    return "embed" if isinstance(params, PoolingParams) else "generate"
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

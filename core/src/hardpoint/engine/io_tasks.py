@@ -1,21 +1,41 @@
-"""Runs one task of an IO processor: parse, generate every prompt, finish. The same for both front ends."""
+"""Runs one task of an IO processor: parse, generate every prompt, finish; and waits for whole results of other tasks.
+
+The same for both front ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import InvalidRequestError
-from hardpoint.interfaces.engine import EngineClient, ModelLimits, RequestOptions, RequestOutput
+from hardpoint.interfaces.engine import EmbeddingOutput, EngineClient, ModelLimits, RequestOptions, RequestOutput
 from hardpoint.interfaces.io_processor import IOProcessor, IORequest
 from hardpoint.interfaces.request import FinishReason, OutputKind
 
 Finish = Callable[[Sequence[RequestOutput]], Any]
+
+
+async def last_output(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    async with contextlib.aclosing(stream):
+        return [output async for output in stream][-1]
+
+
+def embedding_of(output: RequestOutput) -> EmbeddingOutput:
+    """Raises ``InvalidRequestError`` with status 500 for a request that ended without its result."""
+    if output.pooled is None:
+        raise _failure(output)
+    return EmbeddingOutput(output.request_id, output.prompt_token_ids, output.pooled, output.num_cached_tokens)
+
+
+def _failure(output: RequestOutput) -> InvalidRequestError:
+    message = output.error or "the request failed in the engine"
+    return InvalidRequestError(message, code="request_failed", status=500)
 
 
 def start_task(processor: IOProcessor | None, data: Any, limits: ModelLimits) -> tuple[list[IORequest], Finish]:
@@ -32,8 +52,7 @@ def start_task(processor: IOProcessor | None, data: Any, limits: ModelLimits) ->
     def finish(outputs: Sequence[RequestOutput]) -> Any:
         for output in outputs:
             if any(sequence.finish_reason is FinishReason.ERROR for sequence in output.outputs):
-                message = output.error or "the request failed in the engine"
-                raise InvalidRequestError(message, code="request_failed", status=500)
+                raise _failure(output)
         return processor.finish(requests, outputs)
 
     return requests, finish
@@ -49,8 +68,7 @@ async def process_task(
 
     async def last(request: IORequest) -> RequestOutput:
         params = msgspec.structs.replace(request.params, output_kind=OutputKind.FINAL_ONLY)
-        async with contextlib.aclosing(client.generate(request.prompt, params, options)) as stream:
-            return [output async for output in stream][-1]
+        return await last_output(client.generate(request.prompt, params, options))
 
     requests, finish = await asyncio.to_thread(start_task, processor, data, client.limits)
     try:

@@ -17,15 +17,13 @@ import msgspec
 from hardpoint.config import AppConfig
 from hardpoint.engine.build import build_engine
 from hardpoint.engine.core import EngineCore
-from hardpoint.engine.frontend import Frontend
+from hardpoint.engine.frontend import Frontend, ModelFront
 from hardpoint.engine.input_processor import ProcessedRequest
-from hardpoint.engine.io_tasks import start_task
-from hardpoint.engine.output_processor import OutputProcessor
+from hardpoint.engine.io_tasks import embedding_of, start_task
 from hardpoint.engine.output_state import RequestState
 from hardpoint.errors import EngineDeadError, InvalidRequestError
-from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions, RequestOutput
-from hardpoint.interfaces.request import EngineOutputs, OutputKind, SamplingParams
-from hardpoint.interfaces.tokenizer import Tokenizer
+from hardpoint.interfaces.engine import EmbeddingOutput, Prompt, RequestOptions, RequestOutput
+from hardpoint.interfaces.request import EngineOutputs, OutputKind, PoolingParams, SamplingParams
 from hardpoint.launch import Launcher, launch_config, launch_model
 from hardpoint.process import announce_stop, starting
 from hardpoint.roles import ProcessRole
@@ -37,7 +35,7 @@ DEFAULT_MAX_TOKENS = 256
 """Where a call gives no params: a model that never ends its text should not fill the whole context unasked."""
 
 
-class LLM(AbstractContextManager["LLM"]):
+class LLM(ModelFront, AbstractContextManager["LLM"]):
     """``LLM("smollm2").generate(["Hello"])``. Not thread-safe; use it as a context manager or call :meth:`shutdown`.
 
     ``settings`` are the command line's in their Python spelling (``dtype="bfloat16"``, ``max_num_seqs=8``).
@@ -64,14 +62,8 @@ class LLM(AbstractContextManager["LLM"]):
         return llm
 
     def _assemble(self, core: EngineCore, frontend: Frontend, limit: int | None, on_stop: Callable[[], None]) -> None:
+        ModelFront.__init__(self, frontend, limit)
         self.core = core
-        self.tokenizer: Tokenizer = frontend.tokenizer
-        self.limits: ModelLimits = frontend.limits
-        self.render_chat = frontend.render_chat
-        self._inputs = frontend.inputs
-        self._io_processor = frontend.io_processor
-        self._max_unfinished = limit
-        self._outputs = OutputProcessor(frontend.tokenizer, frontend.model_name)
         self._on_stop: Callable[[], None] | None = on_stop
 
     def generate(
@@ -99,7 +91,7 @@ class LLM(AbstractContextManager["LLM"]):
 
         Leaving the iterator early aborts what still runs. Raises like :meth:`generate`.
         """
-        processed = [self._inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
+        processed = [self._frontend.inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
         return self._stream(processed)
 
     def chat(
@@ -115,9 +107,25 @@ class LLM(AbstractContextManager["LLM"]):
         prompts = [self.render_chat(one, template_arguments=template_arguments) for one in several]
         return self.generate(prompts, params, show_progress=show_progress)
 
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of every prompt, in the order given. See :class:`PoolingParams` for the settings, each of which
+        is the model's own by default. Raises like :meth:`generate`, and for a request that failed in the engine.
+        """
+        params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        processed = [self._frontend.inputs.process(prompt, params, options) for prompt in _as_prompts(prompts)]
+        return [embedding_of(output) for output in self._run(processed, show_progress=False)]
+
     def process(self, data: Any, *, options: RequestOptions | None = None) -> Any:
         """The result of one task of the model's IO processor. Raises ``InvalidRequestError`` where it has none."""
-        requests, finish = start_task(self._io_processor, data, self.limits)
+        requests, finish = start_task(self._frontend.io_processor, data, self.limits)
         return finish(self.generate([r.prompt for r in requests], [r.params for r in requests], options=options))
 
     def reset_prefix_cache(self) -> bool:
@@ -135,13 +143,13 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _process(self, prompt: Prompt, params: Any, options: RequestOptions | None) -> ProcessedRequest:
         """Nobody reads in between, so only a final output is made. Odd types are left for the validator to refuse."""
-        ids = self._inputs.tokenize(prompt)
+        ids = self._frontend.inputs.tokenize(prompt)
         if params is None:
             room = self.limits.max_model_len - len(ids)
             params = SamplingParams(max_tokens=min(DEFAULT_MAX_TOKENS, room))
         if isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-        return self._inputs.process(prompt, params, options, ids)
+        return self._frontend.inputs.process(prompt, params, options, ids)
 
     def _run(self, processed: list[ProcessedRequest], show_progress: bool) -> list[RequestOutput]:
         """Progress is one line on stderr, written anew."""

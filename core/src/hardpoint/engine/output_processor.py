@@ -123,7 +123,7 @@ class OutputProcessor:
             state.error = output.error
             refusal = _REFUSALS.get(output.extensions.get(ERROR_CODE, ""))
             state.failure = refusal(output.error) if refusal is not None else None
-        if used:
+        if used or output.pooled is not None:
             self._count(state, used, tally)
         is_read_by_parts = state.processed.params.output_kind is OutputKind.DELTA
         if is_read_by_parts and sequence.num_unread_logprobs > MAX_UNREAD_LOGPROBS:

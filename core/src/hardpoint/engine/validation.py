@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
-from hardpoint.interfaces.request import Int32Array, SamplingParams
+from hardpoint.interfaces.request import POOLING_METHODS, Int32Array, PoolingParams, SamplingParams
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_PRIORITY = 2**31 - 1
 MAX_CHARS_PER_TOKEN = 64
 MAX_EXTENSION_BYTES = 64 * 1024
+_ParamsT = TypeVar("_ParamsT", SamplingParams, PoolingParams)
+_TOO_LONG = "context_length_exceeded"
 _LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
 
@@ -32,10 +34,6 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> InvalidReq
 def _require(holds: bool, message: str, param: str, code: str = "invalid_value") -> None:
     if not holds:
         raise _refuse(message, param, code)
-
-
-def _too_long(message: str, param: str = "prompt") -> InvalidRequestError:
-    return InvalidRequestError(message, param=param, code="context_length_exceeded")
 
 
 def _shown(value: Any) -> str:
@@ -59,7 +57,7 @@ def validate_sampling(
     params: SamplingParams, prompt_len: int, limits: ModelLimits, eos_token_ids: Sequence[int] = ()
 ) -> SamplingParams:
     """The same parameters with exact types and ``max_tokens`` filled in. ``prompt_len`` is in tokens."""
-    typed = _typed(params)
+    typed = _typed(params, SamplingParams)
     _check_n(typed.n, limits)
     message = f"n is {typed.n} with greedy sampling: all sequences would be equal; set temperature"
     _require(typed.n == 1 or not typed.is_greedy, message, "n")
@@ -69,6 +67,18 @@ def validate_sampling(
     _check_logprobs(typed, limits)
     _check_extensions(typed)
     return _check_lengths(typed, prompt_len, limits)
+
+
+def validate_pooling(params: PoolingParams, limits: ModelLimits) -> PoolingParams:
+    """The same parameters with exact types."""
+    typed = _typed(params, PoolingParams)
+    message = f"pooling is {typed.pooling!r:.100}; it must be one of {', '.join(POOLING_METHODS)}"
+    _require(typed.pooling in (None, *POOLING_METHODS), message, "pooling")
+    wanted, most = typed.dimensions, limits.embedding_size or typed.dimensions
+    if wanted is not None and most is not None:
+        message = f"dimensions is {wanted}; it must be from 1 to the {most} that embeddings of this model have"
+        _require(1 <= wanted <= most, message, "dimensions")
+    return typed
 
 
 def max_prompt_chars(limits: ModelLimits) -> int:
@@ -85,21 +95,19 @@ def validate_prompt(prompt: Prompt, limits: ModelLimits) -> None:
     if prompt.text is not None:
         _check_text(prompt.text, "prompt")
         _require(prompt.text != "", "the prompt is empty", "prompt", "empty_prompt")
-        if len(prompt.text) > (allowed := max_prompt_chars(limits)):
-            raise _too_long(
-                f"the prompt has {len(prompt.text)} characters; at most {allowed} are allowed, which is "
-                f"{MAX_CHARS_PER_TOKEN} for each of the context's {limits.max_model_len} tokens"
-            )
+        allowed, each = max_prompt_chars(limits), f"{MAX_CHARS_PER_TOKEN} for each token of the model's context"
+        message = f"the prompt has {len(prompt.text)} characters; at most {allowed} are allowed, {each}"
+        _require(len(prompt.text) <= allowed, message, "prompt", _TOO_LONG)
     if prompt.cache_salt is not None:
         _check_label(prompt.cache_salt, "cache_salt")
 
 
-def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
-    """Prompt ids as int32 ``[prompt]``: integers inside the vocabulary that leave room for one new token."""
+def validate_token_ids(token_ids: Any, limits: ModelLimits, room: int = 1) -> Int32Array:
+    """Prompt ids as int32 ``[prompt]``: integers inside the vocabulary that leave ``room`` for new tokens."""
     message = f"prompt token ids must be a list of integers, not {type(token_ids).__name__}"
     _require(not isinstance(token_ids, str | bytes), message, "prompt")
     if isinstance(token_ids, list | tuple):
-        _check_prompt_len(len(token_ids), limits)  # Converting a body full of numbers would take seconds.
+        _check_prompt_len(len(token_ids), limits, room)  # Converting a body full of numbers would take seconds.
     try:
         array = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError):
@@ -107,17 +115,18 @@ def validate_token_ids(token_ids: Any, limits: ModelLimits) -> Int32Array:
     _require(array.shape != (0,), "the prompt is empty", "prompt", "empty_prompt")
     is_flat = array.ndim == 1 and array.dtype.kind in "iu"
     _require(is_flat, "prompt token ids must be a flat list of integers", "prompt", "invalid_type")
-    _check_prompt_len(len(array), limits)
+    _check_prompt_len(len(array), limits, room)
     _check_vocabulary((int(array.min()), int(array.max())), "prompt", limits)
     return array.astype(np.int32)
 
 
-def _check_prompt_len(num_tokens: int, limits: ModelLimits) -> None:
-    if num_tokens >= limits.max_model_len:
-        raise _too_long(
-            f"the prompt has {num_tokens} tokens; the context length is {limits.max_model_len} tokens, "
-            "one of which must be left for the answer"
-        )
+def _check_prompt_len(num_tokens: int, limits: ModelLimits, room: int) -> None:
+    left = ", one of which must be left for the answer" if room else ""
+    message = f"the prompt has {num_tokens} tokens; the context length is {limits.max_model_len} tokens{left}"
+    _require(num_tokens + room <= limits.max_model_len, message, "prompt", _TOO_LONG)
+    most = limits.max_step_tokens or limits.max_model_len
+    message = f"the prompt has {num_tokens} tokens and is computed in one step; --max-num-batched-tokens allows {most}"
+    _require(num_tokens <= most, message, "prompt", _TOO_LONG)
 
 
 def validate_options(options: RequestOptions) -> None:
@@ -142,15 +151,15 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _typed(params: SamplingParams) -> SamplingParams:
+def _typed(params: Any, kind: type[_ParamsT]) -> _ParamsT:
     """Struct constructors check neither types nor ranges; converting the fields does, and makes lists tuples."""
-    if not isinstance(params, SamplingParams):
-        raise _refuse(f"params must be SamplingParams, not {type(params).__name__}", "params", "invalid_type")
+    if not isinstance(params, kind):
+        raise _refuse(f"params must be {kind.__name__}, not {type(params).__name__}", "params", "invalid_type")
     fields = msgspec.structs.asdict(params)
-    if isinstance(fields["stop"], str):
+    if isinstance(fields.get("stop"), str):
         fields["stop"] = (fields["stop"],)
     try:
-        return msgspec.convert(fields, SamplingParams)
+        return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         found = _PATH.search(str(error))
         param = found[1] if found else "params"
@@ -237,15 +246,12 @@ def _check_extensions(params: SamplingParams) -> None:
 
 def _check_lengths(params: SamplingParams, prompt_len: int, limits: ModelLimits) -> SamplingParams:
     """Defaults first, then every comparison: an unset ``max_tokens`` must not skip one (class 28)."""
-    room = limits.max_model_len - prompt_len
+    longest = limits.max_model_len
+    room = longest - prompt_len
     wanted = room if params.max_tokens is None else params.max_tokens
     _require(wanted >= 1, f"max_tokens is {_shown(wanted)}; it must be at least 1", "max_tokens")
-    if wanted > room:
-        raise _too_long(
-            f"max_tokens is {_shown(wanted)} and the prompt has {prompt_len} tokens; together they exceed the context "
-            f"length of {limits.max_model_len} tokens",
-            "max_tokens",
-        )
+    message = f"max_tokens is {_shown(wanted)} and the prompt has {prompt_len} tokens; the context ends at {longest}"
+    _require(wanted <= room, message, "max_tokens", _TOO_LONG)
     fits = params.min_tokens <= wanted
     _require(fits, f"min_tokens is {params.min_tokens}, more than the {wanted} tokens allowed", "min_tokens")
     return msgspec.structs.replace(params, max_tokens=wanted)

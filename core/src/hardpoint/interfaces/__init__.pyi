@@ -19,8 +19,8 @@ from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
 from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
 from hardpoint.interfaces.engine import (
-    CompletionOutput, EngineClient, Logprob, ModelLimits, ModelRouter, PositionLogprobs, Prompt, RequestMetrics,
-    RequestOptions, RequestOutput,
+    CompletionOutput, EmbeddingOutput, EngineClient, Logprob, ModelLimits, ModelRouter, PositionLogprobs, Prompt,
+    RequestMetrics, RequestOptions, RequestOutput,
 )
 from hardpoint.interfaces.executor import Executor, ExecutorContext
 from hardpoint.interfaces.graph_backend import CapturedGraph, GraphBackend
@@ -54,7 +54,7 @@ from hardpoint.interfaces.plugin import (
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.request import (
     AdapterRef, BoolArray, EngineOutput, EngineOutputs, EngineRequest, Feature, FinishReason, Float32Array, Int32Array,
-    OutputKind, SamplingParams, SchedulerStats, TokenLogprobs,
+    OutputKind, POOLING_METHODS, PoolingParams, RequestWork, SamplingParams, SchedulerStats, TokenLogprobs,
 )
 from hardpoint.interfaces.scheduler import (
     ENCODER_INPUTS, EncoderInputs, ExternalMatch, LoadResult, PauseMode, RequestView, Scheduler, SchedulerContext,
@@ -72,29 +72,29 @@ from hardpoint.interfaces.worker import (
 
 __all__ = [
     "ANY_DEVICE", "BLOCK_SIZES_CAPABILITY", "DEVICE_MEDIUM", "DTYPE_BYTES", "ENCODER_INPUTS", "NULL_BLOCK_ID",
-    "WORKER_RPC", "AdapterRef", "AllBlocksCleared", "AttentionBackend", "AttentionImpl", "AttentionKind",
-    "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash",
+    "POOLING_METHODS", "WORKER_RPC", "AdapterRef", "AllBlocksCleared", "AttentionBackend", "AttentionImpl",
+    "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed", "AttentionSpec", "BlockHash",
     "BlockHashWithGroup", "BlockSizeRule", "BlockUpdate", "BlocksRemoved", "BlocksStored", "BoolArray", "CapturedGraph",
     "ChatRenderer", "ChatRendererContext", "ChunkedLocalAttentionSpec", "CliCommand", "CommonAttentionMetadata",
     "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator", "CustomOps", "DecodeStream", "Deferred",
-    "DeviceDescription", "DeviceMap", "EncoderInputs", "EncoderOnlyAttentionSpec", "Endpoint", "EndpointContext",
-    "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor", "ExecutorContext",
-    "ExternalMatch", "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend",
-    "GraphSupport", "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest", "Int32Array",
-    "KVBlockPool", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor", "KVEvent",
-    "KVEventBatch", "KVLayout", "KVPlanRequest", "KVQuantization", "KVSpecRegistration", "KVStorage", "KVWriteMode",
-    "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape", "LoadResult", "LogicalDevice",
-    "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MLASpec", "MambaCacheMode", "MambaSpec",
-    "MetricsExporter", "MixedSizeSpec", "Model", "ModelArtifact", "ModelContext", "ModelInfo", "ModelLimits",
-    "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode", "PendingOutput",
-    "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration",
-    "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod", "RequestFinished",
-    "RequestMetrics", "RequestOptions", "RequestOutput", "RequestQueue", "RequestView", "RowFailure", "RpcMethod",
-    "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext", "SchedulerExtension", "SchedulerLimits",
-    "SchedulerOutput", "SchedulerStats", "SchedulingPolicy", "ServerFacts", "SlidingWindowSpec", "StageOutput",
-    "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs", "TokenRange", "TokenUpdate", "Tokenizer",
-    "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason", "WeightLoader", "WeightLoaderContext",
-    "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig", "WorkerContext",
-    "declaration_of", "dtype_bytes", "group_key", "kv_storage", "plugin", "register_kv_storage", "smallest_block_size",
-    "spec_from_wire", "spec_to_wire",
+    "DeviceDescription", "DeviceMap", "EmbeddingOutput", "EncoderInputs", "EncoderOnlyAttentionSpec", "Endpoint",
+    "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs", "EngineRequest", "EngineSettings", "Executor",
+    "ExecutorContext", "ExternalMatch", "Feature", "FinishReason", "Float32Array", "FullAttentionSpec", "GrammarMask",
+    "GraphBackend", "GraphSupport", "HashContext", "HashFunction", "IOProcessor", "IOProcessorContext", "IORequest",
+    "Int32Array", "KVBlockPool", "KVCacheConfig", "KVCacheGroup", "KVCacheManager", "KVCacheSpec", "KVCacheTensor",
+    "KVEvent", "KVEventBatch", "KVLayout", "KVPlanRequest", "KVQuantization", "KVSpecRegistration", "KVStorage",
+    "KVWriteMode", "KernelCase", "KernelOverride", "LayerSpec", "LinearMethod", "LinearShape", "LoadResult",
+    "LogicalDevice", "LogitsProcessor", "Logprob", "LogprobArrays", "LoweredRange", "MLASpec", "MambaCacheMode",
+    "MambaSpec", "MetricsExporter", "MixedSizeSpec", "Model", "ModelArtifact", "ModelContext", "ModelInfo",
+    "ModelLimits", "ModelRouter", "ModelSource", "NewRow", "NoOptions", "OutputKind", "ParallelSlice", "PauseMode",
+    "PendingOutput", "PhysicalDevice", "Platform", "PlatformKind", "PluginAccess", "PluginContext", "PluginDeclaration",
+    "PoolingParams", "PositionLogprobs", "ProbeResult", "ProbeStatus", "ProcessRole", "Prompt", "QuantizationMethod",
+    "RequestFinished", "RequestMetrics", "RequestOptions", "RequestOutput", "RequestQueue", "RequestView",
+    "RequestWork", "RowFailure", "RpcMethod", "RunnerOutput", "SamplingParams", "Scheduler", "SchedulerContext",
+    "SchedulerExtension", "SchedulerLimits", "SchedulerOutput", "SchedulerStats", "SchedulingPolicy", "ServerFacts",
+    "SlidingWindowSpec", "StageOutput", "StageRange", "StatLogger", "StepObserved", "ThreadPlan", "TokenLogprobs",
+    "TokenRange", "TokenUpdate", "Tokenizer", "TokenizerProvider", "TokensEmitted", "VisibleDevice", "WaitReason",
+    "WeightLoader", "WeightLoaderContext", "WeightRule", "WeightTensor", "WireSpec", "Worker", "WorkerConfig",
+    "WorkerContext", "declaration_of", "dtype_bytes", "group_key", "kv_storage", "plugin", "register_kv_storage",
+    "smallest_block_size", "spec_from_wire", "spec_to_wire",
 ]

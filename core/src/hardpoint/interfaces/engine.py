@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hardpoint.interfaces.kv_events import KVEventBatch
-from hardpoint.interfaces.request import FinishReason, SamplingParams, SchedulerStats
+from hardpoint.interfaces.request import FinishReason, Float32Array, PoolingParams, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
 
@@ -100,8 +100,26 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """``embedding`` is float32 [D], or [prompt, D] where every token was to have its own."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    embedding: Float32Array
+    num_cached_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Bounds the one request validator checks. Counts; ``vocab_size`` is the width of the logits."""
+    """Bounds the one request validator checks. Counts; ``vocab_size`` is the width of the logits.
+
+    ``embedding_size`` is that of hidden states, None where not known; ``max_step_tokens`` the tokens of one step, for a
+    model that can only compute a prompt as a whole.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -111,6 +129,8 @@ class ModelLimits:
     max_stop_strings: int = 16
     max_stop_chars: int = 512
     max_num_seqs: int = 256
+    embedding_size: int | None = None
+    max_step_tokens: int | None = None
 
 
 class EngineClient(Protocol):
@@ -133,6 +153,11 @@ class EngineClient(Protocol):
         Raises ``InvalidRequestError`` before anything is queued, ``OverloadedError``, ``EngineDeadError``,
         ``EngineNotReadyError``.
         """
+
+    async def embed(
+        self, prompt: Prompt, params: PoolingParams | None = None, options: RequestOptions | None = None
+    ) -> EmbeddingOutput:
+        """The embedding of one prompt. Raises what :meth:`generate` raises; cancelling aborts the request."""
 
     async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
         """The JSON-able result of one task of the model's IO processor. Cancelling aborts its requests.

@@ -164,7 +164,8 @@ class KVCacheManager(ABC):
     ``keeps_all``: no block is given up before the end, so any shorter prefix of a hit is a hit too. ``grows``: tables
     follow the tokens of the sequence (False: they are complete after the first ``allocate``). ``caches_prefixes``:
     False rules out prefix hits for the whole model. ``shares_within_step``: rows of one step may read what another of
-    them fills. ``counts_guesses``: ``num_tokens`` to allocate include drafts and lookahead.
+    them fills. ``counts_guesses``: ``num_tokens`` to allocate include drafts and lookahead. ``needs_whole_prompts``:
+    tokens see those behind them, so a prompt has to be computed in one step.
     """
 
     keeps_all: ClassVar[bool] = False
@@ -172,6 +173,7 @@ class KVCacheManager(ABC):
     caches_prefixes: bool = True
     shares_within_step: bool = True
     counts_guesses: bool = True
+    needs_whole_prompts: bool = False
 
     @abstractmethod
     def blocks_needed(self, request_id: str, num_tokens: int, num_hit_blocks: int) -> int:

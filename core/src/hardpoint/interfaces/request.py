@@ -75,6 +75,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < 1e-5
 
 
+POOLING_METHODS = ("last", "cls", "mean", "token_embed")
+"""Ways from the hidden states of a prompt to its embedding: the last or first one, their mean, or each on its own."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to embed a prompt; what is None is as the model itself has it.
+
+    Attributes:
+        pooling: one of :data:`POOLING_METHODS`.
+        normalize: scale embeddings to length 1.
+        dimensions: leading entries to keep, before normalization; for models whose embeddings can be cut.
+    """
+
+    pooling: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+
 class Feature(msgspec.Struct, frozen=True, kw_only=True):
     """One non-text item of a prompt: ``length`` placeholder positions from ``offset`` on stand for it.
 
@@ -97,34 +115,44 @@ class AdapterRef(msgspec.Struct, frozen=True):
     path: str
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One schedulable sequence. ``request_id`` is internal and unique; a client's own id never appears here.
+class RequestWork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What scheduler and workers both know of a request. ``request_id`` is internal and unique; a client's own id never
+    appears here.
 
     Attributes:
-        prompt_token_ids: int32 ``[prompt]``; placeholder ids of equal length when only embeddings are given.
         prompt_embeds: float32 ``[prompt, hidden]`` or None.
-        eos_token_ids: ids that end generation unless ``ignore_eos``; already merged with the model's generation config.
-        deadline: absolute ``time.time()`` seconds after which the request is aborted, or None.
-        transfer: parameters for KV connectors; only from a trusted router.
-        task: what is wanted of the model; ``pooling`` holds the parameters of tasks that pool.
+        task: what is wanted of the model: ``generate``, or ``embed``, which has ``pooling`` and ends with a pooled
+            result instead of tokens.
     """
 
     request_id: str
-    prompt_token_ids: Int32Array
     sampling: SamplingParams
-    eos_token_ids: tuple[int, ...] = ()
-    arrival_time: float = 0.0
-    client_index: int = 0
     prompt_embeds: np.ndarray | None = None
     features: tuple[Feature, ...] = ()
     adapter: AdapterRef | None = None
+    task: str = "generate"
+    pooling: PoolingParams | None = None
+
+
+class EngineRequest(RequestWork, frozen=True, kw_only=True, omit_defaults=True):
+    """One schedulable sequence.
+
+    Attributes:
+        prompt_token_ids: int32 ``[prompt]``; placeholder ids of equal length when only embeddings are given.
+        eos_token_ids: ids that end generation unless ``ignore_eos``; already merged with the model's generation config.
+        deadline: absolute ``time.time()`` seconds after which the request is aborted, or None.
+        transfer: parameters for KV connectors; only from a trusted router.
+    """
+
+    prompt_token_ids: Int32Array
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    client_index: int = 0
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
     tenant: str = ""
     transfer: dict[str, Any] = {}
-    task: str = "generate"
-    pooling: dict[str, Any] = {}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hardpoint.interfaces.request import AdapterRef, BoolArray, Feature, Float32Array, Int32Array, SamplingParams
+from hardpoint.interfaces.request import BoolArray, Float32Array, Int32Array, RequestWork
 
 
-class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NewRow(RequestWork, frozen=True, kw_only=True, omit_defaults=True):
     """Full state of a request that enters, or re-enters after preemption, the workers' persistent batch.
 
     Attributes:
@@ -28,19 +28,12 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         resumed: the request ran before; its generator state must continue where it was (the key is ``request_id``).
     """
 
-    request_id: str
     slot: int
     generation: int
     token_ids: Int32Array
     num_prompt_tokens: int
     block_ids: tuple[Int32Array, ...]
-    sampling: SamplingParams
     resumed: bool = False
-    prompt_embeds: np.ndarray | None = None
-    features: tuple[Feature, ...] = ()
-    adapter: AdapterRef | None = None
-    task: str = "generate"
-    pooling: dict[str, Any] = {}
 
 
 class BlockUpdate(msgspec.Struct, frozen=True):
@@ -76,7 +69,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         num_computed_tokens: int32 [R], tokens whose KV exists before this step. Drafts of steps whose output was not
             back yet count as if they were right; a worker that refused some since then starts earlier by as many.
         num_scheduled_tokens: int32 [R], all > 0; their sum is ``num_tokens``.
-        samples: bool [R], True where the row's last scheduled token yields a sample (False: partial prefill).
+        samples: bool [R], True where the row's last scheduled token yields a sample (False: partial prefill, or a task
+            that pools: its result comes with the prompt's last token).
         new_blocks: one :class:`BlockUpdate` per group.
         finished_slots, preempted_slots: int32, slots whose worker state is to be dropped before anything else. A slot
         may
@@ -165,7 +159,8 @@ class RunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         logprobs: sampled positions, for rows that asked.
         prompt_logprobs: prompt positions computed in this step, for rows that asked: entry i of a row's entries is the
             log-probability of the token *after* computed position i.
-        pooled: step row to its finished pooling result, for rows whose task pools.
+        pooled: step row to its result, float32 [D] (``token_embed``: [prompt, D]), for rows whose task pools and whose
+            last prompt token was computed in this step.
         drafts: guesses at the tokens after those sampled here, to be verified by the row's next step.
     """
 

@@ -196,8 +196,10 @@ class PluginRuntime:
         self._note(planned, PluginState.CREATED)
         return instance
 
-    def create_all(self, kind: str, context_factory: Callable[[str], PluginContext] | None = None) -> dict[str, Any]:
-        """Every active plugin of ``kind`` by name, in discovery order, created once per process id.
+    def create_all(
+        self, kind: str, context: Callable[..., PluginContext] = PluginContext, **fields: Any
+    ) -> dict[str, Any]:
+        """Every active plugin of ``kind`` by name, in discovery order, made once per process id as by :meth:`make`.
 
         A named plugin that fails is raised (any, when strict). A merely installed one is quarantined: the others
         go on, and one warning lists the failures. Plugins that need tasks this server lacks are left out.
@@ -205,10 +207,10 @@ class PluginRuntime:
         self._require_role(kind)
         group = self._activation().groups
         if kind not in group:
-            group[kind] = self._create_group(kind, context_factory or (lambda name: self.context(kind, name)))
+            group[kind] = self._create_group(kind, lambda name: self.make(kind, name, context, **fields))
         return dict(group[kind])
 
-    def _create_group(self, kind: str, context_factory: Callable[[str], PluginContext]) -> dict[str, Any]:
+    def _create_group(self, kind: str, make: Callable[[str], Any]) -> dict[str, Any]:
         created: dict[str, Any] = {}
         failures: list[str] = []
         for planned in self.plan.of(kind):
@@ -216,7 +218,7 @@ class PluginRuntime:
                 continue
             try:
                 if self._serves_tasks(planned):
-                    created[planned.name] = self.create(kind, planned.name, context_factory(planned.name))
+                    created[planned.name] = make(planned.name)
             except HardpointError as error:
                 if self.is_essential(planned):
                     raise

@@ -20,7 +20,6 @@ from hardpoint.config import AppConfig, ServerConfig
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext, ServerFacts
-from hardpoint.interfaces.plugin import PluginContext
 from hardpoint.interfaces.stat_logger import MetricsExporter, StatLogger
 from hardpoint.ipc import create_runtime_dir
 from hardpoint.launch import Launch, prepare
@@ -107,11 +106,8 @@ def _create_endpoints(config: AppConfig, runtime: PluginRuntime, engines: Engine
     facts = ServerFacts(__version__, int(time.time()), kv_events=cache.kv_events and cache.prefix_caching, **told)
     exporters = tuple(logger for logger in loggers.values() if isinstance(logger, MetricsExporter))
 
-    def context(endpoint: str) -> PluginContext:
-        shared = {"router": engines, "facts": facts, "exporters": exporters, "is_draining": lambda: engines.draining}
-        return runtime.context("endpoint", endpoint, EndpointContext, load_report=runtime.report, **shared)
-
-    return runtime.create_all("endpoint", context)
+    shared = {"router": engines, "facts": facts, "exporters": exporters, "is_draining": lambda: engines.draining}
+    return runtime.create_all("endpoint", EndpointContext, load_report=runtime.report, **shared)
 
 
 class _Service:

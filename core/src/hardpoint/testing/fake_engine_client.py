@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from hardpoint.engine.input_processor import InputProcessor, ProcessedRequest
 from hardpoint.engine.io_tasks import process_task
@@ -13,6 +16,7 @@ from hardpoint.engine.validation import validate_batch
 from hardpoint.errors import EngineDeadError, EngineNotReadyError, OverloadedError
 from hardpoint.interfaces.engine import (
     CompletionOutput,
+    EmbeddingOutput,
     Logprob,
     ModelLimits,
     PositionLogprobs,
@@ -22,14 +26,21 @@ from hardpoint.interfaces.engine import (
 )
 from hardpoint.interfaces.io_processor import IOProcessor
 from hardpoint.interfaces.kv_events import KVEventBatch
-from hardpoint.interfaces.request import FinishReason, OutputKind, SamplingParams, SchedulerStats
+from hardpoint.interfaces.request import FinishReason, OutputKind, PoolingParams, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
 from hardpoint.rendering import plain_copy, plain_messages
 from hardpoint.testing.fake_chat_renderer import FakeChatRenderer
 from hardpoint.testing.fake_tokenizer import FakeTokenizer
 
-__all__ = ["FakeEngineClient"]
+__all__ = ["FakeEngineClient", "fake_embedding"]
+
+
+def fake_embedding(token_ids: Sequence[int], size: int) -> np.ndarray:
+    """float32 ``[size]`` of length 1 that differs for other ids."""
+    values = np.cos(np.arange(1, size + 1) * (1.0 + float(np.dot(token_ids, np.arange(1, len(token_ids) + 1)))))
+    length = float(np.linalg.norm(values))
+    return np.asarray(values / length, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,8 @@ class FakeEngineClient:
     """Every sequence answers ``reply``; with ``ignore_eos`` it is repeated up to the token limit.
 
     ``step_s`` is the pause before each token. ``queue_limit`` is the number of requests that may run before
-    ``OverloadedError``. ``hold`` (an event) keeps generations waiting before their second token while it is cleared.
+    ``OverloadedError``. ``tasks`` are what it serves. ``hold`` (an event) keeps generations waiting before their second
+    token, and embeddings before their end, while it is cleared.
     """
 
     def __init__(
@@ -58,12 +70,13 @@ class FakeEngineClient:
         step_s: float = 0.0,
         queue_limit: int | None = None,
         io_processor: IOProcessor | None = None,
+        tasks: tuple[str, ...] = ("generate",),
     ) -> None:
         self.model_name = model_name
         self.reply = reply
         self.limits = limits or ModelLimits(vocab_size=259, max_model_len=512)
         self.tokenizer: Tokenizer = FakeTokenizer()
-        self.tasks: tuple[str, ...] = ("generate",)
+        self.tasks = tasks
         self.step_s = step_s
         self.queue_limit = queue_limit
         self.io_processor = io_processor
@@ -71,14 +84,14 @@ class FakeEngineClient:
         self.hold.set()
         self.num_running = 0
         self.num_aborted = 0
-        self.seen: list[tuple[Prompt, SamplingParams, RequestOptions | None]] = []
+        self.seen: list[tuple[Prompt, SamplingParams | PoolingParams, RequestOptions | None]] = []
         self.reports: tuple[LoadReport, ...] = (LoadReport("process 1 (engine)", 1, ("engine",), None, "0.0", ()),)
         self.fail_after: int | None = None
         self.is_ready = True
         self.dead_reason: str | None = None
         self._kv_event_sinks: list[Callable[[KVEventBatch], None]] = []
         self._renderer = FakeChatRenderer(self.tokenizer)
-        self._inputs = InputProcessor(self.tokenizer, self.limits, eos_token_ids=(2,))
+        self._inputs = InputProcessor(self.tokenizer, self.limits, eos_token_ids=(2,), tasks=tasks)
 
     @property
     def is_alive(self) -> bool:
@@ -111,6 +124,27 @@ class FakeEngineClient:
 
     def check_batch(self, num_prompts: int, n: int) -> None:
         validate_batch(num_prompts, n, self.limits)
+
+    async def embed(
+        self, prompt: Prompt, params: PoolingParams | None = None, options: RequestOptions | None = None
+    ) -> EmbeddingOutput:
+        """:func:`fake_embedding` of the prompt's ids; waits for ``hold`` like a generation."""
+        self._admit()
+        params = params or PoolingParams()
+        self.seen.append((prompt, params, options))
+        (request,) = self._inputs.process(prompt, params, options).requests
+        self.num_running += 1
+        try:
+            await self.hold.wait()
+            self._require_life()
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_running -= 1
+        ids = request.prompt_token_ids.tolist()
+        size = params.dimensions or self.limits.embedding_size or 8
+        return EmbeddingOutput(uuid.uuid4().hex, tuple(ids), fake_embedding(ids, size))
 
     async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
         return await process_task(self, self.io_processor, data, options)

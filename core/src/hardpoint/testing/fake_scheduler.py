@@ -31,6 +31,10 @@ class _Live:
     entered: bool = False
 
     @property
+    def pools(self) -> bool:
+        return self.record.task != "generate"
+
+    @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.record.prompt_token_ids)
 
@@ -66,6 +70,8 @@ class FakeScheduler(Scheduler):
         room = self.limits.max_model_len - len(prompt)
         wanted = request.sampling.max_tokens if request.sampling.max_tokens is not None else room
         live = _Live(request, prompt, min(wanted, room))
+        if live.pools and room >= 0:
+            live.limit = 1
         if live.limit <= 0 or self._blocks_for_life(live) > self.num_blocks - 1:
             return EngineOutput(request.request_id, [], FinishReason.LENGTH)
         self.waiting.append(live)
@@ -108,6 +114,11 @@ class FakeScheduler(Scheduler):
             if live is None or live.generation != int(generation) or not ids:
                 continue
             outputs.append(self._accept(live, ids[0]))
+        for row, pooled in output.pooled.items():
+            live = by_slot.get(int(output.slots[row]))
+            if live is not None and live.generation == int(output.generations[row]):
+                self._release(live)
+                outputs.append(EngineOutput(live.record.request_id, [], FinishReason.STOP, pooled=pooled))
         return outputs
 
     def has_work(self) -> bool:
@@ -158,7 +169,9 @@ class FakeScheduler(Scheduler):
             generations=_int32(live.generation for live, _ in rows),
             num_computed_tokens=_int32(live.computed for live, _ in rows),
             num_scheduled_tokens=_int32(count for _, count in rows),
-            samples=np.asarray([live.computed + count == len(live.tokens) for live, count in rows], dtype=np.bool_),
+            samples=np.asarray(
+                [live.computed + count == len(live.tokens) and not live.pools for live, count in rows], dtype=np.bool_
+            ),
             new_rows=tuple(self._new_row(live) for live, _ in rows if not live.entered),
             new_blocks=(BlockUpdate(np.zeros(len(rows), dtype=np.int32), np.zeros(0, dtype=np.int32)),),
             finished_slots=_int32(finished),
@@ -177,6 +190,8 @@ class FakeScheduler(Scheduler):
             num_prompt_tokens=len(live.record.prompt_token_ids),
             block_ids=(_int32(live.blocks),),
             sampling=live.record.sampling,
+            task=live.record.task,
+            pooling=live.record.pooling,
         )
 
     def _accept(self, live: _Live, token: int) -> EngineOutput:

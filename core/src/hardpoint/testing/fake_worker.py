@@ -44,6 +44,11 @@ class ScriptedDrafter:
         return tokens[len(token_ids) :]
 
 
+def fake_pooled(token_ids: Sequence[int], vocab_size: int = 97, first: int = 0) -> np.ndarray:
+    """What the fake model makes of a prompt for a task that pools: float32 ``[2]``, its checksum and its length."""
+    return np.asarray([next_token(token_ids, vocab_size, first), len(token_ids)], dtype=np.float32)
+
+
 class SlotState(msgspec.Struct):
     """What the fake keeps per slot. ``num_refused``: drafts that turned out wrong so far."""
 
@@ -54,6 +59,7 @@ class SlotState(msgspec.Struct):
     sampling: SamplingParams
     guesses: list[int] = []
     num_refused: int = 0
+    pools: bool = False
 
 
 class FakeWorker(Worker):
@@ -108,7 +114,7 @@ class FakeWorker(Worker):
         self.kv = np.full((config.num_blocks, self.block_size), -7, dtype=np.int32)
 
     def supported_tasks(self) -> list[str]:
-        return ["generate"]
+        return ["generate", "embed"]
 
     def check_health(self) -> None:
         """Always healthy."""
@@ -149,7 +155,18 @@ class FakeWorker(Worker):
             num_sampled=np.asarray([len(tokens) for tokens in sampled], dtype=np.int32),
             token_ids=np.asarray([token for tokens in sampled for token in tokens], dtype=np.int32),
             drafts=self._draft(step),
+            pooled=self._pooled(step),
         )
+
+    def _pooled(self, step: SchedulerOutput) -> dict[int, np.ndarray]:
+        """By row, for tasks that pool, once their last token is computed."""
+        pooled = {}
+        for i, slot in enumerate(step.slots.tolist()):
+            state = self.slots[slot]
+            end = int(step.num_computed_tokens[i]) + int(step.num_scheduled_tokens[i])
+            if state.pools and end == len(state.tokens):
+                pooled[i] = fake_pooled(self._gather(state), self.vocab_size, self.first_token)
+        return pooled
 
     def _guesses(self, step: SchedulerOutput) -> list[list[int]]:
         """Per row the drafts to verify; those that only this worker knows are filled in, or left out if it has none."""
@@ -188,7 +205,10 @@ class FakeWorker(Worker):
     def _enter(self, row: NewRow) -> None:
         assert row.slot not in self.slots, f"slot {row.slot} is handed out while it is held"
         blocks = row.block_ids[0].tolist()
-        self.slots[row.slot] = SlotState(row.request_id, row.generation, row.token_ids.tolist(), blocks, row.sampling)
+        state = SlotState(row.request_id, row.generation, row.token_ids.tolist(), blocks, row.sampling)
+        state.pools = row.task != "generate"
+        assert not state.pools or len(state.tokens) == row.num_prompt_tokens, "a request that pools has no outputs"
+        self.slots[row.slot] = state
 
     def _append_blocks(self, step: SchedulerOutput) -> None:
         update = step.new_blocks[0]
@@ -205,6 +225,7 @@ class FakeWorker(Worker):
         start = int(step.num_computed_tokens[i])
         end = start + int(step.num_scheduled_tokens[i])
         num_drafts = int(step.drafts.counts[i]) if step.drafts is not None else 0
+        assert not (state.pools and bool(step.samples[i])), "a row whose task pools does not sample"
         if not bool(step.samples[i]):
             assert num_drafts == 0, "drafts in a row that does not sample"
             assert end <= len(state.tokens), "scheduled past the known tokens"
@@ -233,8 +254,12 @@ class FakeWorker(Worker):
             self.kv[block, position % self.block_size] = token
 
     def _next(self, state: SlotState) -> int:
-        """The token after all known ones, read from the KV."""
+        """The token after all known ones."""
+        return next_token(self._gather(state), self.vocab_size, self.first_token)
+
+    def _gather(self, state: SlotState) -> list[int]:
+        """All known tokens, read from the KV."""
         end = len(state.tokens)
         needed = -(-end // self.block_size)
-        gathered = self.kv[np.asarray(state.blocks[:needed])].reshape(-1)[:end]
-        return next_token(gathered.tolist(), self.vocab_size, self.first_token)
+        gathered: list[int] = self.kv[np.asarray(state.blocks[:needed])].reshape(-1)[:end].tolist()
+        return gathered

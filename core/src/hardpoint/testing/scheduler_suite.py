@@ -12,8 +12,9 @@ import pytest
 
 from hardpoint.errors import OverloadedError
 from hardpoint.interfaces import FinishReason, PauseMode, Scheduler, SchedulerContext, SchedulerLimits
-from hardpoint.interfaces.request import TokenLogprobs
+from hardpoint.interfaces.request import PoolingParams, TokenLogprobs
 from hardpoint.interfaces.step import LogprobArrays, RowFailure
+from hardpoint.testing.fake_worker import fake_pooled
 from hardpoint.testing.kv_event_rules import check_events
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint.testing.scheduler_benchmark import measure
@@ -30,7 +31,7 @@ class SchedulerSuite(PluginSuite):
 
     Switches declare optional behavior: ``max_inflight_steps`` above 1, ``preempts`` requests when blocks run out,
     ``caches_prefixes``, keeps ``deadlines``, obeys ``chunked_prefill=False``, ends rows of a ``RowFailure``, hands on
-    ``log_probabilities``, tells ``kv_events``.
+    ``log_probabilities``, tells ``kv_events``, ``pools`` prompts of tasks that end with a pooled result.
     """
 
     kind: ClassVar[str] = "scheduler"
@@ -43,6 +44,7 @@ class SchedulerSuite(PluginSuite):
     row_failures: ClassVar[bool] = True
     log_probabilities: ClassVar[bool] = True
     kv_events: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
 
     def create_scheduler(self, ctx: SchedulerContext) -> Scheduler:
         """The scheduler under test, as its factory makes it; an installed one can reach other plugins."""
@@ -270,6 +272,25 @@ class SchedulerSuite(PluginSuite):
         assert loop.ends["a"].error == "not finite"
         loop.run()
         assert loop.tokens["b"] == solo_tokens(PROMPT[:5], 6)
+        loop.check_empty()
+
+    @pytest.mark.parametrize("inflight", [1, 2])
+    def test_a_pooled_prompt_ends_with_its_result(self, make_loop: Callable[..., SchedulerLoop], inflight: int) -> None:
+        """I3.8: beside requests that generate, chunk by chunk, without a sample, and with nothing left behind."""
+        if not self.pools:
+            pytest.skip("the scheduler declares no tasks that pool")
+        loop = make_loop(inflight=min(inflight, self.max_inflight_steps), max_num_batched_tokens=8)
+        prompts = {f"p{size}": list(range(3, 3 + size)) for size in (1, 8, 30)}
+        for name, prompt in prompts.items():
+            request = make_request(name, prompt, None)
+            loop.add(msgspec.structs.replace(request, task="embed", pooling=PoolingParams()))
+        loop.add(make_request("g", PROMPT, 6))
+        loop.run()
+        assert loop.tokens.pop("g") == solo_tokens(PROMPT, 6)
+        for name, prompt in prompts.items():
+            end = loop.ends[name]
+            assert (end.finish_reason, end.error, loop.tokens[name]) == (FinishReason.STOP, None, [])
+            np.testing.assert_array_equal(end.pooled, fake_pooled(prompt, first=3))
         loop.check_empty()
 
     def test_log_probabilities_reach_the_request(self, make_loop: Callable[..., SchedulerLoop]) -> None:

@@ -56,6 +56,7 @@ class KVCoordinator:
         ]
         self._groups, self.hash_block_size = build_groups(specs, managers, match_unit, tail_unit)
         self.prefix_caching = prefix_caching and bool(specs) and all(m.caches_prefixes for m in managers)
+        self.needs_whole_prompts = any(manager.needs_whole_prompts for manager in managers)
         self._releasing = tuple(group.manager for group in self._groups if group.releases)
         # R1.33: a step that ends between block ends leaves no state to find.
         self.step_alignment = lcm(*(g.block_size for g in self._groups if g.finds_step_ends and self.prefix_caching))

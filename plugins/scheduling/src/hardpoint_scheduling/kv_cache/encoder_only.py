@@ -17,6 +17,8 @@ from hardpoint_scheduling.kv_cache.fixed import FixedTableManager
 class EncoderOnlyManager(FixedTableManager):
     """Tables stay empty. Tokens see those behind them too, so no prefix of theirs could be reused."""
 
+    needs_whole_prompts = True
+
     def __init__(self, pool: KVBlockPool, group_id: int, spec: KVCacheSpec) -> None:
         del group_id, spec
         super().__init__(pool)

@@ -195,18 +195,19 @@ class Admission:
     def _new_tokens(self, request: LiveRequest, start: Start, plan: StepPlan, lookahead: int) -> int:
         """R3.66; 0 when the step has no room for the request."""
         num_new = request.num_tokens - start.num_computed
-        if plan.prefill_cap is not None:
+        chunks = self._state.limits.chunked_prefill and not self._state.kv.needs_whole_prompts
+        if plan.prefill_cap is not None and not self._state.kv.needs_whole_prompts:
             num_new = min(num_new, plan.prefill_cap)
         room = plan.room(lookahead if plan.appends_drafts else 0)
-        if num_new > room and not self._state.limits.chunked_prefill:
+        if num_new > room and not chunks:
             return 0
         num_new = min(num_new, room)
-        if self._state.limits.chunked_prefill:
+        if chunks:
             num_new = self._state.kv.aligned_end(start.num_computed, start.num_computed + num_new) - start.num_computed
         if self._state.encoder is None or not request.record.features:
             return num_new
         reserved = self._state.encoder.reserve(request, start.num_computed, num_new)
-        return reserved if reserved == num_new or self._state.limits.chunked_prefill else 0
+        return reserved if reserved == num_new or chunks else 0
 
     def _allocate(
         self, request: LiveRequest, start: Start, num_new: int, lookahead: int, plan: StepPlan
@@ -317,4 +318,6 @@ def _row(state: SchedulerState, request: LiveRequest, slot: int, blocks: Blocks)
         prompt_embeds=record.prompt_embeds,
         features=record.features,
         adapter=record.adapter,
+        task=record.task,
+        pooling=record.pooling,
     )

@@ -72,6 +72,7 @@ CAPABILITIES: Mapping[str, Any] = {
     "unchunked": True,
     "row_failures": True,
     "kv_events": True,
+    "pools": True,
     "max_inflight_steps": 4,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.errors import OverloadedError
+from hardpoint.errors import InvalidRequestError, OverloadedError
 from hardpoint.interfaces import EngineOutput, EngineRequest, FinishReason
 from hardpoint_scheduling.kv_cache.encoder_cache import EncoderItem
 from hardpoint_scheduling.schedulers.admission import Admission
@@ -20,6 +20,7 @@ class Intake:
     def add(self, record: EngineRequest) -> EngineOutput | None:
         """The terminal output of a request that can never run. Raises as ``Scheduler.add`` says."""
         state = self._state
+        self._check_one_step(record)
         if record.request_id in state.live or state.kv.holds(record.request_id):
             raise ValueError(f"request {record.request_id} is already live or still holds blocks")
         refusal = self._refusal(record)
@@ -39,6 +40,18 @@ class Intake:
         self._admission.enqueue(live)
         return None
 
+    def _check_one_step(self, record: EngineRequest) -> None:
+        """Raises ``InvalidRequestError`` for a prompt that has to be computed at once and fits no step."""
+        length, limits = len(record.prompt_token_ids), self._state.limits
+        scheduled = limits.max_scheduled_tokens
+        most = limits.max_num_batched_tokens if scheduled is None else scheduled
+        if self._state.kv.needs_whole_prompts and length > most:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and is computed in one step; --max-num-batched-tokens allows {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
     def _queue_is_full(self) -> bool:
         """Requests that the next step can take to a free slot do not count as waiting."""
         state = self._state
@@ -50,8 +63,10 @@ class Intake:
         length = len(record.prompt_token_ids)
         if length == 0:
             return EngineOutput(record.request_id, [], FinishReason.ERROR, error="the prompt has no tokens")
-        wanted = record.sampling.max_tokens
-        too_long = length >= self._state.limits.max_model_len or length > self._state.kv.largest_sequence
+        pools = record.task != "generate"
+        wanted = None if pools else record.sampling.max_tokens
+        most = self._state.limits.max_model_len - (not pools)
+        too_long = length > most or length > self._state.kv.largest_sequence
         if too_long or (wanted is not None and wanted <= 0):
             return EngineOutput(record.request_id, [], FinishReason.LENGTH)
         fault = self._encoder_fault(record)
@@ -81,8 +96,10 @@ class Intake:
         """Sequence length at which the request ends.
 
         Bounded by what the pool holds for one sequence, so that a request alone can always go on. The last token
-        needs no KV: nothing follows it.
+        needs no KV: nothing follows it. A prompt that is pooled is never continued, so nothing may cut it short.
         """
+        if record.task != "generate":
+            return len(record.prompt_token_ids) + 1
         longest = min(self._state.limits.max_model_len, self._state.kv.largest_sequence + 1)
         if record.sampling.max_tokens is None:
             return longest

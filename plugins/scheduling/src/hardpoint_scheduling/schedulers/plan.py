@@ -141,7 +141,7 @@ class StepPlan:
             generations=table.generation[slots],
             num_computed_tokens=computed,
             num_scheduled_tokens=counts,
-            samples=beyond >= 0,
+            samples=table.yields_sample(slots, beyond),
             new_rows=tuple(self.new_rows),
             new_blocks=updates,
             finished_slots=_int32(finished_slots) if finished_slots else EMPTY,

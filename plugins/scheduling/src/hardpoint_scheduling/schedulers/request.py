@@ -186,9 +186,16 @@ class LiveRequest:
         return len(self._tokens) - self.num_prompt_tokens
 
     @property
+    def pools(self) -> bool:
+        """Whether the request ends with a pooled result of its prompt instead of tokens."""
+        return self.record.task != "generate"
+
+    @property
     def reads_prefix_cache(self) -> bool:
-        """False while every prompt position has to be computed (R1.11)."""
-        return self.prompt_logprobs is None
+        """False while every prompt position has to be computed (R1.11). A task that pools needs them all, unless it was
+        said to need the last one only."""
+        needs_last_only = self.record.pooling is not None and self.record.pooling.pooling == "last"
+        return self.prompt_logprobs is None and (not self.pools or needs_last_only)
 
     @property
     def num_computed_tokens(self) -> int:

@@ -39,6 +39,19 @@ def _check_drafts(step: SchedulerOutput, drafts: TokenUpdate) -> None:
         )
 
 
+def check_pooled(step: SchedulerOutput, output: RunnerOutput, due: BoolArray, pools: BoolArray) -> None:
+    """Raise ``RuntimeError`` where a row that is ``due`` has no pooled result, or one has it that does not pool."""
+    has_result = np.zeros(step.num_rows, dtype=np.bool_)
+    has_result[list(output.pooled)] = True
+    wrong = (due & ~has_result) | (has_result & ~pools)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        fault = "no pooled result, although its prompt is computed" if due[row] else "a pooled result that nobody wants"
+        raise RuntimeError(
+            f"step {step.step_id}, slot {int(step.slots[row])}: {fault}; report a row that cannot be computed as failed"
+        )
+
+
 def sampled_rows(num_sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
     """Rows with one token, and rows with several."""
     return np.flatnonzero(num_sampled == 1).astype(np.int32), np.flatnonzero(num_sampled > 1).astype(np.int32)

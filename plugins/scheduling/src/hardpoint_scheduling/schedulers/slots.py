@@ -38,6 +38,7 @@ class SlotTable:
         limit: int32, ``num_tokens`` at which the request ends for reasons of length.
         stops_after: int32, stop ids count only once ``num_tokens`` exceeds this.
         last_step: int64, fence number of the last step that scheduled the slot.
+        pools: bool, the request ends with a pooled result of its prompt: its rows yield no samples.
         detail: bool, the next output needs more than its token (first output, logprobs, many stop ids).
         stop_ids: int32 [slots, STOP_WIDTH], padded with ``NO_TOKEN``.
     """
@@ -59,6 +60,8 @@ class SlotTable:
         self.limit = np.zeros(num_slots, dtype=np.int32)
         self.stops_after = np.zeros(num_slots, dtype=np.int32)
         self.last_step = np.zeros(num_slots, dtype=np.int64)
+        self.pools = np.zeros(num_slots, dtype=np.bool_)
+        self.num_pooling = 0
         self.detail = np.zeros(num_slots, dtype=np.bool_)
         self.stop_ids = np.full((num_slots, STOP_WIDTH), NO_TOKEN, dtype=np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -89,6 +92,8 @@ class SlotTable:
         if not many_stops:
             self.stop_ids[slot, : len(stops)] = stops
         self.detail[slot] = True
+        self.pools[slot] = request.pools
+        self.num_pooling += request.pools
         request.slot, request.table = slot, self
         return slot
 
@@ -98,6 +103,7 @@ class SlotTable:
         if slot is None or self.owner[slot] is not request:
             raise RuntimeError(f"request {request.request_id} does not own slot {slot}")
         self.owner[slot] = None
+        self.num_pooling -= request.pools
         self.generation[slot] = 0
         request.slot = request.table = None
         self._free.append(slot)
@@ -107,6 +113,17 @@ class SlotTable:
     def uses_drafts(self) -> bool:
         """Whether any request ever had drafts: without them their columns need not be looked at."""
         return self.drafts.shape[1] > 0
+
+    def yields_sample(self, slots: Int32Array, beyond: Int32Array) -> BoolArray:
+        """Rows whose last scheduled token yields a sample, given by how much they reach past the known tokens."""
+        samples: BoolArray = beyond >= 0
+        return samples & ~self.pools[slots] if self.num_pooling else samples
+
+    def is_through(self, step: SchedulerOutput) -> BoolArray:
+        """Rows whose task pools and whose prompt ``step`` completed, as long as they hold their slots."""
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        through: BoolArray = self.pools[step.slots] & (ends >= self.num_tokens[step.slots])
+        return through
 
     def advance(self, step: SchedulerOutput, fence: int, decode_interval: int) -> None:
         """Count ``step`` as done, so that the next one can be planned before its output is there (R3.96).

@@ -18,7 +18,7 @@ from hardpoint.interfaces import (
 from hardpoint_scheduling.schedulers.lifecycle import Lifecycle
 from hardpoint_scheduling.schedulers.logprobs import by_row
 from hardpoint_scheduling.schedulers.request import LiveRequest
-from hardpoint_scheduling.schedulers.results import check_output, sampled_rows
+from hardpoint_scheduling.schedulers.results import check_output, check_pooled, sampled_rows
 from hardpoint_scheduling.schedulers.state import InflightStep, SchedulerState
 
 
@@ -59,6 +59,8 @@ class OutputUpdate:
         result = _Result(entry, output, alive, by_row(output.logprobs))
         if output.prompt_logprobs is not None:
             self._collect_prompt_logprobs(entry, output, alive)
+        if table.num_pooling or output.pooled:
+            outputs.extend(self._end_pooled(result))
         if alive.all():
             single, several = sampled_rows(output.num_sampled)
         else:
@@ -155,6 +157,29 @@ class OutputUpdate:
             outputs.append(self._detailed_output(request, kept, result.logprobs.get(row), ended))
         self._lifecycle.end_all(ended)
         return outputs
+
+    def _end_pooled(self, result: _Result) -> list[EngineOutput]:
+        """Requests end with their pooled result, also those that were preempted since; unless it is to be dropped."""
+        step, output, entry = result.step, result.output, result.entry
+        pools = np.asarray([request.pools for request in entry.rows], dtype=np.bool_)
+        check_pooled(step, output, result.alive & self._state.table.is_through(step), pools)
+        wanted = []
+        for row, pooled in sorted(output.pooled.items()):
+            request = entry.rows[row]
+            if not request.status.is_finished and (result.alive[row] or not request.drops_stale):
+                wanted.append((request, pooled))
+        self._lifecycle.end_all([(request, FinishReason.STOP) for request, _ in wanted])
+        return [
+            EngineOutput(
+                request.request_id,
+                [],
+                FinishReason.STOP,
+                num_cached_tokens=request.num_cached_tokens,
+                first_scheduled_time=request.first_scheduled_time,
+                pooled=pooled,
+            )
+            for request, pooled in wanted
+        ]
 
     def _append_stale(self, result: _Result) -> list[EngineOutput]:
         """Rows whose request was preempted after they were scheduled (R3.79).
