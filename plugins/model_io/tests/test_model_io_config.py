@@ -66,6 +66,9 @@ def test_tasks_follow_the_architecture(hf_folder: MakeFolder, as_artifact: AsArt
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000, but the weights are only 2 tensors"),
         ({"num_hidden_layers": "1"}, "'num_hidden_layers' is \"1\""),
         ({"hidden_size": 32.0}, "'hidden_size' is 32.0"),
+        ({"num_local_experts": 10**9}, "'num_local_experts' is 1000000000, but no dimension"),
+        ({"n_routed_experts": -1}, "'n_routed_experts' is -1"),
+        ({"num_experts": False}, "'num_experts' is false"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide evenly over 3"),
         ({"text_config": {"vocab_size": 9, "max_position_embeddings": 9, "hidden_size": 10**9}}, "'hidden_size' is"),
     ],
@@ -81,6 +84,11 @@ def test_sizes_that_no_model_of_these_tensors_has_are_refused_before_memory_is_t
 def test_sizes_given_per_layer_are_left_to_the_architecture(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
     info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"intermediate_size": [64, 10**9]})))
     assert info.config["intermediate_size"] == [64, 10**9]
+
+
+def test_a_mixture_may_have_no_experts(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"num_local_experts": 0})))
+    assert info.config["num_local_experts"] == 0
 
 
 @pytest.mark.parametrize(

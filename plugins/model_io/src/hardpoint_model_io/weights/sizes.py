@@ -10,9 +10,11 @@ from hardpoint.errors import ModelFormatError
 
 __all__ = ["check_sizes"]
 
+_EXPERTS = ("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+"""0 where all layers are dense."""
 _LENGTHS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    *_EXPERTS,
 )
 _SLACK = 16
 """Quantized checkpoints store up to this many values in one element: 2-bit codes in a 32-bit word."""
@@ -44,7 +46,10 @@ def check_sizes(config: Mapping[str, Any], shapes: Iterable[tuple[int, ...]], or
 
 
 def _is_given(config: Mapping[str, Any], name: str) -> bool:
-    return config.get(name) is not None and not isinstance(config[name], list)
+    value = config.get(name)
+    if name in _EXPERTS and type(value) is int and value == 0:
+        return False
+    return value is not None and not isinstance(value, list)
 
 
 def _size(value: Any, name: str, origin: str) -> int:
