@@ -31,7 +31,7 @@ def test_ranks_that_cannot_share_the_model_are_refused(hardpoint: CommandLine, t
     """The model's two key/value heads and four query heads have no third."""
     done = hardpoint("generate", tiny, "--prompt", "hello", "--tensor-parallel-size", 3)
     assert done.status == 1
-    assert "cannot be split over tensor_parallel_size=3; choose a divisor" in done.err
+    assert "cannot be split over tensor_parallel_size=3; set --tensor-parallel-size to a divisor: 1, 2" in done.err
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

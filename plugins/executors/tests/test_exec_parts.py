@@ -250,11 +250,15 @@ def test_only_the_first_reason_counts_and_is_told_once() -> None:
 
 
 def test_messages_name_every_failed_rank() -> None:
-    error = worker_error("warm_up", {2: BOOM, 1: BOOM}, {0: None}, 3)
+    """R4.12: with rank and original traceback; what several say alike is said once."""
+    other = RpcFailure("OSError", "bang", "Traceback: bang")
+    error = worker_error("warm_up", {2: other, 1: BOOM}, {0: None}, 3)
     assert str(error) == (
-        "worker rank 1 failed in warm_up: ValueError: boom (2 of 3 ranks failed; rank 2: ValueError: boom)"
+        "worker rank 1 failed in warm_up: ValueError: boom (2 of 3 ranks failed; rank 2: OSError: bang)"
     )
-    assert error.remote_traceback == "[rank 1] Traceback: boom\n[rank 2] Traceback: boom"
+    assert error.remote_traceback == "[rank 1] Traceback: boom\n[rank 2] Traceback: bang"
+    alike = worker_error("warm_up", {2: BOOM, 1: BOOM}, {0: None}, 3)
+    assert str(alike) == "worker rank 1 failed in warm_up: ValueError: boom (2 of 3 ranks failed alike)"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def worker_error(
     rank = min(failures)
     first = failures[rank]
     message = f"worker rank {rank} failed in {method}: {first.kind}: {first.message}"
-    if len(failures) > 1:
+    if len(failures) > 1 and len({(failure.kind, failure.message) for failure in failures.values()}) == 1:
+        message += f" ({len(failures)} of {world} ranks failed alike)"
+    elif len(failures) > 1:
         others = "; ".join(f"rank {r}: {f.kind}: {f.message}" for r, f in sorted(failures.items()) if r != rank)
         message += f" ({len(failures)} of {world} ranks failed; {others})"
     if late:

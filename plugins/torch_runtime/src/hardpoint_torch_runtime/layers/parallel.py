@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "TensorParallel"]
 
+_MOST_LISTED = 64
+
 
 class Communicator(Protocol):
     """Collectives over the tensor-parallel group; every rank calls them in the same order with equal shapes.
@@ -51,11 +53,13 @@ class TensorParallel:
         return cls(parallel.rank % size, size, communicator)
 
     def divide(self, total: int, what: str) -> int:
-        """``total / size``; ``ConfigError`` naming ``what`` if it is not whole."""
+        """``total / size``; ``ConfigError`` naming ``what`` and the sizes that fit if it is not whole."""
         share, rest = divmod(total, self.size)
         if rest:
+            fitting = [str(size) for size in range(1, min(total, _MOST_LISTED) + 1) if total % size == 0]
             raise ConfigError(
-                f"{what} is {total} and cannot be split over tensor_parallel_size={self.size}; choose a divisor"
+                f"{what} is {total} and cannot be split over tensor_parallel_size={self.size}; set "
+                f"--tensor-parallel-size to a divisor: {', '.join(fitting)}"
             )
         return share
 
