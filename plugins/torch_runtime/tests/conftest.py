@@ -332,9 +332,9 @@ class TinyWorld:
         }
         return WorkerConfig(**(fields | changes))
 
-    def create(self, options: TorchWorkerOptions | None = None, **changes: Any) -> TorchWorker:
+    def context(self, **changes: Any) -> WorkerContext:
         base = self.plugins.context("worker", "torch")
-        context = WorkerContext(
+        return WorkerContext(
             base.name,
             base.api_version,
             base.roles,
@@ -344,7 +344,9 @@ class TinyWorld:
             plugins=self.plugins,
             config=self.config(**changes),
         )
-        worker = create(context, options or TorchWorkerOptions())
+
+    def create(self, options: TorchWorkerOptions | None = None, **changes: Any) -> TorchWorker:
+        worker = create(self.context(**changes), options or TorchWorkerOptions())
         assert isinstance(worker, TorchWorker)
         return worker
 
@@ -352,11 +354,15 @@ class TinyWorld:
         self, options: TorchWorkerOptions | None = None, *, block_outermost: bool = False, **changes: Any
     ) -> TorchWorker:
         worker = self.create(options, **changes)
+        self.boot(worker, block_outermost=block_outermost)
+        return worker
+
+    def boot(self, worker: TorchWorker, *, block_outermost: bool = False) -> None:
+        """Up to the first step."""
         worker.init_device()
         worker.load_model()
         specs = dict(worker.loaded.model.kv_cache_specs())
         worker.initialize_kv_cache(plan_kv(specs, self.num_blocks, block_outermost=block_outermost))
-        return worker
 
     def scheduler(self, *, max_tokens: int | None = None) -> FakeScheduler:
         limits = SchedulerLimits(

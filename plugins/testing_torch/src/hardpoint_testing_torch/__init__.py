@@ -11,6 +11,7 @@ from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.engine_parity import MODES, EngineParity, ParityCase, run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
+from hardpoint_testing_torch.fake_streams import FakeStreams, PromisingExecutor
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
 from hardpoint_testing_torch.kernel_problems import KernelProblem, kernel_problems
@@ -36,6 +37,7 @@ __all__ = [
     "EngineParity",
     "FakeGraph",
     "FakeGraphBackend",
+    "FakeStreams",
     "KernelOverrideSuite",
     "KernelProblem",
     "LinearBench",
@@ -49,6 +51,7 @@ __all__ = [
     "ParityReport",
     "PlainAttention",
     "PlainAttentionBackend",
+    "PromisingExecutor",
     "QuantizationSuite",
     "StateDictLoader",
     "TensorLoader",

@@ -20,6 +20,7 @@ from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.pooling import SlotPooling
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.runner import ModelRunner
@@ -65,7 +66,7 @@ def assemble_runner(
 
     ``make_forwards``: how the model is run; by default as it is.
     """
-    slots = SlotState(config.max_num_seqs, config.max_model_len, groups.block_sizes)
+    slots = SlotState(config.max_num_seqs, config.max_model_len, groups.block_sizes, keeps_kv=groups.keeps_kv)
     sampling = SlotSampling(
         config.max_num_seqs, config.model.vocab_size, device, seed=config.seed, eos_token_ids=config.model.eos_token_ids
     )
@@ -76,7 +77,8 @@ def assemble_runner(
     if isinstance(model, AxisPositions):
         axes = PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
     tokens = None if residence is None else residence.tokens
-    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens)
+    pooling = SlotPooling(model)
+    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling)
     embeddings = PromptEmbeddings()
     state = BatchState(
         slots,
@@ -100,6 +102,7 @@ def assemble_runner(
         sampler,
         forwards=None if make_forwards is None else make_forwards(embeddings),
         axes=axes,
+        pooling=pooling,
         proposer=parts.proposer,
         extensions=parts.extensions,
         device=residence,
@@ -112,7 +115,7 @@ def _residence(
     rows, most = config.max_num_seqs, config.max_num_batched_tokens
     return DeviceResidence(
         DeviceTokens(rows, most, device, num_drafts=num_drafts),
-        DraftDebt(rows, most, [group.kernel_block_size for group in groups.groups], device),
+        DraftDebt(rows, most, [group.kernel_block_size if group.keeps_kv else None for group in groups.groups], device),
         Backlog(),
         streams,
         streams.create_copy_stream(),

@@ -47,6 +47,11 @@ class AttentionGroup:
     def kernel_blocks(self) -> int:
         return self.block_size // self.kernel_block_size
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Encoders use the step's own keys and values, and hold no blocks."""
+        return self.is_causal
+
 
 class AttentionGroups:
     """All groups of a KV cache plan, in its order."""
@@ -81,6 +86,10 @@ class AttentionGroups:
     @property
     def block_sizes(self) -> tuple[int, ...]:
         return tuple(group.block_size for group in self.groups)
+
+    @property
+    def keeps_kv(self) -> tuple[bool, ...]:
+        return tuple(group.keeps_kv for group in self.groups)
 
     @property
     def kernel_blocks(self) -> tuple[int, ...]:

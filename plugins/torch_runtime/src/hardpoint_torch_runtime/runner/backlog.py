@@ -24,14 +24,14 @@ class LaunchedStep:
         slots, generations: int32 [S].
         expected: int32 [S], tokens that each row brings if all of its drafts are right.
         copies: the results on their way.
-        decode: what they mean.
+        decode: what they mean; dropped with everything it holds once it was called.
     """
 
     slots: Int32Array
     generations: Int32Array
     expected: Int32Array
     copies: DeviceCopies
-    decode: Callable[[Mapping[str, np.ndarray]], StepSamples]
+    decode: Callable[[Mapping[str, np.ndarray]], StepSamples] | None
     _samples: StepSamples | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -43,7 +43,10 @@ class LaunchedStep:
         """Wait for the copies; on any thread, any number of times."""
         with self._lock:
             if self._samples is None:
-                self._samples = self.decode(self.copies.wait())
+                if self.decode is None:
+                    raise RuntimeError("the results of this step could not be read before")
+                host, decode, self.decode = self.copies.wait(), self.decode, None
+                self._samples = decode(host)
             return self._samples
 
 

@@ -227,6 +227,8 @@ class BatchState:
 
     def _check_blocks(self, step: SchedulerOutput, ends: Int32Array) -> None:
         for table in self.slots.tables:
+            if not table.keeps_kv:
+                continue
             held = table.counts[step.slots] * table.block_size
             if bool((ends > held).any()):
                 row = int(np.argmax(ends > held))

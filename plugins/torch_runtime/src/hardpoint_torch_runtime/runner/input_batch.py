@@ -34,7 +34,7 @@ class InputBatch:
         token_ids, positions: int64 [T'], where T' is ``num_tokens`` or the padded count.
         query_start_loc: int32 [R + 1]; seq_lens: int32 [R]; each with its host array.
         block_tables: per KV group int32 [R', B]; rows beyond R hold the null block.
-        slot_mappings: per KV group int64 [T']; padding is -1.
+        slot_mappings: per KV group int64 [T']; padding is -1. All 0 for a group that keeps no KV.
         sample_rows: int64 [S], batch rows that sample, ascending.
         logits_indices: int64 [S], token index of each of them; with drafts int64 [P], for each of these rows the places
             before its drafts and the one of its last draft.
@@ -215,6 +215,9 @@ class InputBuilder:
         self, group: int, table: BlockTable, token_slots: np.ndarray, positions: np.ndarray, padded: int
     ) -> None:
         mapping = self._slot_mappings[group].host
+        if not table.keeps_kv:
+            mapping[:padded] = 0
+            return
         num_tokens, size = len(token_slots), table.block_size
         blocks, offsets = np.divmod(positions, size)
         np.multiply(table.ids[token_slots, blocks], size, out=mapping[:num_tokens], casting="unsafe", dtype=np.int64)

@@ -18,10 +18,14 @@ __all__ = ["BlockTable", "SlotState"]
 
 
 class BlockTable:
-    """Block ids of one KV group. ``ids`` int32 [N, B], null where a slot holds no block; ``counts`` int32 [N]."""
+    """Block ids of one KV group. ``ids`` int32 [N, B], null where a slot holds no block; ``counts`` int32 [N].
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
+    Without ``keeps_kv`` no slot ever holds one: the group's layers remember nothing from one step to the next.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int, *, keeps_kv: bool = True) -> None:
         self.block_size = block_size
+        self.keeps_kv = keeps_kv
         self.ids: Int32Array = np.full((num_slots, max_blocks), NULL_BLOCK_ID, dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_slots, dtype=np.int32)
 
@@ -75,7 +79,13 @@ class SlotState:
     """
 
     def __init__(
-        self, num_slots: int, max_tokens: int, block_sizes: Sequence[int], max_blocks: Sequence[int] | None = None
+        self,
+        num_slots: int,
+        max_tokens: int,
+        block_sizes: Sequence[int],
+        max_blocks: Sequence[int] | None = None,
+        *,
+        keeps_kv: Sequence[bool] | None = None,
     ) -> None:
         # A step in flight may sample one token past the limit before the scheduler ends the request.
         width = max_tokens + 1
@@ -88,8 +98,8 @@ class SlotState:
         self.generations: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.occupied: BoolArray = np.zeros(num_slots, dtype=np.bool_)
         self.tables = tuple(
-            BlockTable(num_slots, width_in_blocks, size)
-            for size, width_in_blocks in zip(block_sizes, widths, strict=True)
+            BlockTable(num_slots, width_in_blocks, size, keeps_kv=keeps)
+            for size, width_in_blocks, keeps in zip(block_sizes, widths, keeps_kv or [True] * len(widths), strict=True)
         )
 
     @property
