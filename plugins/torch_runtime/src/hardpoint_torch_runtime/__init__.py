@@ -3,10 +3,12 @@
 from hardpoint_torch_runtime.forward_context import (
     BatchDescriptor,
     ForwardContext,
+    GraphMode,
     get_forward_context,
     has_forward_context,
     set_forward_context,
 )
+from hardpoint_torch_runtime.forward_scope import ForwardScopes, StaticContext
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
 from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
@@ -14,7 +16,10 @@ from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
 __all__ = [
     "BatchDescriptor",
     "ForwardContext",
+    "ForwardScopes",
+    "GraphMode",
     "LayerToolkit",
+    "StaticContext",
     "TorchWorker",
     "TorchWorkerOptions",
     "WeightReport",

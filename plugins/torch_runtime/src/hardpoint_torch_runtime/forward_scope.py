@@ -17,7 +17,6 @@ from hardpoint_torch_runtime.forward_context import (
     LayerTurns,
     set_forward_context,
 )
-from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.moe import MixtureOfExperts
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
@@ -34,7 +33,7 @@ ContextExtras = Callable[[ForwardContext], Mapping[str, Any]]
 class StaticContext:
     """What holds for every forward of a model. ``moe_layers`` are in the order in which they run."""
 
-    layers: Mapping[str, UncompiledLayer | AttentionLayer] = field(default_factory=dict)
+    layers: Mapping[str, UncompiledLayer] = field(default_factory=dict)
     moe_layers: tuple[str, ...] = ()
 
     @classmethod
@@ -43,10 +42,10 @@ class StaticContext:
 
         Raises ``ValueError`` for two layers with one name.
         """
-        layers: dict[str, UncompiledLayer | AttentionLayer] = {}
+        layers: dict[str, UncompiledLayer] = {}
         for _, part in model.named_layers():
             for module in part.modules():
-                if not isinstance(module, UncompiledLayer | AttentionLayer):
+                if not isinstance(module, UncompiledLayer):
                     continue
                 if layers.setdefault(module.name, module) is not module:
                     raise ValueError(f"two layers of the model are named {module.name!r}; names must be unique")

@@ -30,6 +30,7 @@ from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
 from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
 from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
+from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = [
     "ACTIVATIONS",
@@ -73,6 +74,7 @@ __all__ = [
     "StateMetadata",
     "StateMetadataBuilder",
     "TensorParallel",
+    "UncompiledLayer",
     "UnquantizedLinearMethod",
     "VocabEmbedding",
 ]

@@ -14,11 +14,12 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionLayerParam
 from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec
 from hardpoint_torch_runtime.forward_context import ForwardContext, get_forward_context
+from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = ["AttentionLayer"]
 
 
-class AttentionLayer(torch.nn.Module):
+class AttentionLayer(UncompiledLayer):
     """Query [T, H * D], key [T, K * D] and value [T, K * V] to [T, H * V]. ``value_size``: V, by default D.
 
     Attributes:

@@ -1,0 +1,360 @@
+"""Padded and captured forwards through the runner: the same tokens, and nothing of the cache but real cells touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint.interfaces.attention import (
+    AttentionImpl,
+    AttentionLayerParams,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    GraphSupport,
+)
+from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint.testing.fake_platform import FakeGraphPool
+from hardpoint_testing_torch import FakeGraphBackend
+from hardpoint_torch_runtime import BatchDescriptor, ForwardContext, get_forward_context, has_forward_context
+from hardpoint_torch_runtime.forward_context import GraphMode
+from hardpoint_torch_runtime.runner.forward_pass import ENCODER_INPUTS, ForwardPass
+from hardpoint_torch_runtime.runner.graphs import GraphStore
+from hardpoint_torch_runtime.runner.step_shape import StepShapes
+
+PROMPTS = {"one": [7], "seven": [3, 1, 4, 1, 5, 9, 2], "long": [(5 * i + 3) % 30 for i in range(19)]}
+LENGTHS = {"one": 9, "seven": 4, "long": 6}
+"""Requests end at different steps, so that the number of rows changes."""
+
+
+class FixedShapeAttention(AttentionImpl):
+    """Operators over whole buffers, whose shapes depend on the step's shape alone; what has no place is masked."""
+
+    def __init__(self, params: AttentionLayerParams, eager: AttentionImpl) -> None:
+        self.params = params
+        self.eager = eager
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        size = kv_cache.shape[2]
+        slots = slot_mapping.clamp(min=0)
+        blocks, offsets = slots // size, slots % size
+        fresh = torch.cat([key, value], dim=-1)
+        # Without a slot: cell 0 of the null block, by what it holds.
+        stored = torch.where((slot_mapping >= 0)[:, None, None], fresh, kv_cache[blocks, :, offsets])
+        kv_cache[blocks, :, offsets] = stored
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor | None,
+        metadata: Any | None,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        if metadata is None or kv_cache is None or not metadata.for_graph:
+            return self.eager.forward(query, key, value, kv_cache, metadata, output)
+        table, lengths = metadata.block_table.long(), metadata.seq_lens
+        num_queries = len(query) // len(lengths)
+        stored = kv_cache[table].transpose(2, 3).flatten(1, 2)
+        group = self.params.num_heads // self.params.num_kv_heads
+        keys, values = stored.repeat_interleave(group, dim=2).split(self.params.head_size, dim=-1)
+        last = lengths[:, None] - torch.arange(num_queries - 1, -1, -1)
+        is_hidden = (torch.arange(keys.shape[1]) >= last[:, :, None])[:, :, None]
+        queries = query.unflatten(0, (len(lengths), num_queries))
+        scores = torch.einsum("rqhd,rthd->rqht", queries, keys) * self.params.scale
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(dim=-1)
+        values = values.masked_fill((torch.arange(keys.shape[1]) >= lengths[:, None])[:, :, None, None], 0)
+        output.copy_(torch.einsum("rqht,rthd->rqhd", weights, values).flatten(0, 1))
+        return output
+
+
+class PassingBuilder(AttentionMetadataBuilder):
+    """The runner's tensors as they are, which stay where they are; keeps what it was given."""
+
+    def __init__(self, graph_support: GraphSupport) -> None:
+        self.graph_support = graph_support
+        self.built: list[CommonAttentionMetadata] = []
+
+    def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> CommonAttentionMetadata:
+        del fast
+        self.built.append(common)
+        return common
+
+
+def graphable(loop_backend: Any, support: GraphSupport) -> Any:
+    class Graphable(loop_backend):
+        """``builder`` is the last that was made."""
+
+        def create_builder(
+            self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
+        ) -> AttentionMetadataBuilder:
+            del spec, layer_names, max_rows, max_tokens, device
+            self.builder = PassingBuilder(support)
+            return self.builder
+
+        def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
+            return FixedShapeAttention(params, super().create_impl(params))
+
+    return Graphable()
+
+
+def start(world: Any, **fields: Any) -> Any:
+    """A worker whose cache is NaN throughout but for the null block; ``fields`` of its forward pass."""
+    worker = world.start()
+    for view in worker.runner.kv.views.values():
+        view.fill_(float("nan"))
+        view[0] = 0
+    runner = worker.runner
+    runner.forwards = ForwardPass(worker.loaded.model, runner.groups, runner.kv, runner.state.embeddings, **fields)
+    return worker
+
+
+def requests(world: Any) -> list[Any]:
+    return [world.engine_request(name, PROMPTS[name], max_tokens=count) for name, count in LENGTHS.items()]
+
+
+def assert_same_cache(worker: Any, plain: Any) -> None:
+    """P4.13: the same cells are written, with the same values; every other byte is as it was."""
+    for name, view in worker.runner.kv.views.items():
+        expected = plain.runner.kv.views[name]
+        torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert not view[0].any()
+
+
+def watch(worker: Any) -> list[tuple[ForwardContext, int]]:
+    """The contexts that the model's forward runs in, and how many tokens it gets."""
+    seen: list[tuple[ForwardContext, int]] = []
+    plain = worker.loaded.model.forward
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        mask = context.padding_mask
+        # The next step writes into the same buffer.
+        seen.append((replace(context, padding_mask=None if mask is None else mask.clone()), len(token_ids)))
+        hidden: torch.Tensor = plain(token_ids, positions)
+        return hidden
+
+    worker.loaded.model.forward = forward
+    return seen
+
+
+def test_decodes_are_captured_once_per_shape_and_replayed(world: Any, loop_backend: Any) -> None:
+    """R4.53, R4.54, R4.55, P4.13: the same tokens and the same cache, whatever the graph's shape is padded to."""
+    plain = start(world)
+    expected = world.generate(plain, requests(world))
+    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    backend, pool = FakeGraphBackend(), FakeGraphPool()
+    graphs = GraphStore(backend, pool)
+    shapes = StepShapes(sizes=(1, 2, 4), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    worker = start(world, shapes=shapes, graphs=graphs)
+    seen = watch(worker)
+    assert world.generate(worker, requests(world)) == expected
+    keys = [BatchDescriptor(rows, rows, is_uniform=True) for rows in (4, 2, 1)]
+    assert list(graphs.descriptors) == keys
+    replays = [graph.num_replays for graph in backend.graphs]
+    # Nine tokens: one by the prefill, the other steps are decodes of three, two and at last one request.
+    assert replays == [3, 2, 3]
+    # The model's own code ran for the prefill, then twice for each shape: once to warm up, once to be recorded.
+    assert [(context.graph_mode, count) for context, count in seen] == [
+        (GraphMode.NONE, 27),
+        *((GraphMode.FULL, count) for count in (4, 4, 2, 2, 1, 1)),
+    ]
+    assert_same_cache(worker, plain)
+    assert pool.bytes_in_use > 0
+    graphs.release()
+    assert pool.bytes_in_use == 0
+
+
+def test_what_a_graph_is_told_holds_for_its_whole_shape(world: Any, loop_backend: Any) -> None:
+    """R4.53, R4.54, R4.61: bounds instead of this step's lengths; rows and tokens of padding have nothing."""
+    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    shapes = StepShapes(sizes=(4,), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    worker = start(world, shapes=shapes, graphs=GraphStore(FakeGraphBackend(), FakeGraphPool()))
+    seen = watch(worker)
+    world.generate(worker, requests(world)[:2])
+    first, built = world.backend.builder.built[0], world.backend.builder.built[1]
+    assert not first.for_graph
+    assert (built.for_graph, built.num_rows, built.num_tokens) == (True, 2, 2)
+    assert built.max_seq_len >= world.max_len
+    assert (len(built.seq_lens), len(built.block_table), built.slot_mapping.shape) == (4, 4, (4,))
+    context, _ = seen[1]
+    assert context.batch_descriptor == BatchDescriptor(4, 4, is_uniform=True)
+    assert context.padding_mask is not None
+    assert context.padding_mask.tolist() == [False, False, True, True]
+    # Of the last step, in which one request was left.
+    assert built.seq_lens[1:].tolist() == [0, 0, 0]
+    assert not built.block_table[1:].any()
+    assert built.slot_mapping[1:].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("size", [32, 64], ids=["some fit", "all fit"])
+def test_padding_changes_neither_tokens_nor_cache(world: Any, size: int) -> None:
+    """R4.53, R4.54, R4.66, R4.68: prefills and chunks too; rows are not padded where their number is no part of the
+    shape."""
+    world.max_tokens = 64
+    plain = start(world)
+    expected = world.generate(plain, requests(world), max_tokens=17)
+    shapes = StepShapes(sizes=(5, size), support=GraphSupport.NEVER, max_rows=6, is_piecewise=True)
+    worker = start(world, shapes=shapes)
+    seen = watch(worker)
+    assert world.generate(worker, requests(world), max_tokens=17) == expected
+    assert_same_cache(worker, plain)
+    assert {count for _, count in seen} == {5, size}
+    for context, count in seen:
+        assert context.graph_mode is GraphMode.PIECEWISE
+        assert context.batch_descriptor == BatchDescriptor(count)
+        assert context.padding_mask is not None
+        assert context.padding_mask.tolist() == [token >= context.num_tokens for token in range(count)]
+
+
+def test_drafts_make_rows_of_more_than_one_token(world: Any, loop_backend: Any, make_step: Any, make_row: Any) -> None:
+    """R4.61: a uniform batch of rows with two tokens each, here the ends of prompts, is captured as such."""
+    world.backend = graphable(loop_backend, GraphSupport.UNIFORM_BATCH)
+    shapes = StepShapes(sizes=(8,), support=GraphSupport.UNIFORM_BATCH, max_rows=6, query_len=2)
+    backend = FakeGraphBackend()
+    tokens = []
+    for graphs in (None, GraphStore(backend, FakeGraphPool())):
+        worker = start(world, shapes=shapes if graphs else None, graphs=graphs)
+        rows = [make_row(0, [3, 4, 5], [1]), make_row(1, [6, 7, 8, 9], [2])]
+        worker.execute(make_step(0, [(0, 1, 0, 1, False), (1, 1, 0, 2, False)], new_rows=rows))
+        output = worker.execute(make_step(1, [(0, 1, 1, 2, True), (1, 1, 2, 2, True)]))
+        tokens.append(output.token_ids.tolist())
+    assert tokens[0] == tokens[1]
+    assert [graph.num_replays for graph in backend.graphs] == [1]
+
+
+def test_without_graphs_nothing_changes(world: Any) -> None:
+    worker = start(world)
+    seen = watch(worker)
+    world.generate(worker, requests(world))
+    for context, count in seen:
+        facts = (context.graph_mode, context.batch_descriptor, context.padding_mask, context.num_tokens)
+        assert facts == (GraphMode.NONE, None, None, count)
+
+
+def test_embeddings_run_as_they_are(world: Any, loop_backend: Any, make_step: Any, make_row: Any) -> None:
+    """R4.65: no graph reads them; once the prompt is computed, the request decodes as others do."""
+    import msgspec
+
+    world.backend = graphable(loop_backend, GraphSupport.ALWAYS)
+    shapes = StepShapes(sizes=(1, 2, 4), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    graphs = GraphStore(FakeGraphBackend(), FakeGraphPool())
+    worker = start(world, shapes=shapes, graphs=graphs)
+    given = worker.loaded.model.table[[3, 4]].detach().numpy()
+    row = msgspec.structs.replace(make_row(0, [0, 0], [1]), prompt_embeds=given)
+    tokens = []
+    for step_id, (computed, samples) in enumerate([(0, False), (1, True), (2, True)]):
+        step = make_step(step_id, [(0, 1, computed, 1, samples)], new_rows=[row] if step_id == 0 else [])
+        tokens += worker.execute(step).token_ids.tolist()
+        assert len(graphs.descriptors) == (step_id == 2)
+    request = world.engine_request("ids", [3, 4], max_tokens=2)
+    assert world.generate(world.start(), [request])["ids"] == tokens
+
+
+def test_inputs_of_encoders_go_around_compiled_code(world: Any, make_step: Any, make_row: Any) -> None:
+    """R4.65."""
+    calls: list[int] = []
+    worker = start(world)
+
+    def compiled(token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        calls.append(len(token_ids))
+        return plain(token_ids, positions)
+
+    seen = watch(worker)
+    plain = worker.loaded.model.forward
+    worker.runner.forwards.compiled = compiled
+    worker.execute(make_step(0, [(0, 1, 0, 2, True)], new_rows=[make_row(0, [3, 4], [1])]))
+    assert (calls, seen[-1][0].skips_compiled) == ([2], False)
+    shapes = StepShapes(sizes=(1, 2), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    worker.runner.forwards.shapes = shapes
+    worker.execute(make_step(1, [(0, 1, 2, 1, True)], extensions={ENCODER_INPUTS: {}}))
+    assert (calls, seen[-1][0].skips_compiled, seen[-1][1]) == ([2], True, 1)
+
+
+def test_moved_inputs_are_not_replayed() -> None:
+    """R4.55: the device would go on reading the old place."""
+    store = GraphStore(FakeGraphBackend(), FakeGraphPool())
+    key, still, moving = BatchDescriptor(2), torch.ones(2), torch.ones(2)
+    store.capture(key, lambda: still + moving, [still, moving])
+    still.fill_(5)
+    assert store.replay(key, [still, moving]).tolist() == [6, 6]
+    with pytest.raises(RuntimeError, match=r"inputs \[1\] of the step moved since .*num_tokens=2"):
+        store.replay(key, [still, torch.ones(2)])
+
+
+def test_a_capture_that_fails_records_nothing_and_stops_the_step(world: Any, loop_backend: Any) -> None:
+    """I4.5: reading a device value on the host cannot be repeated by a device; no context is left behind."""
+    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    shapes = StepShapes(sizes=(1,), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    graphs = GraphStore(FakeGraphBackend(), FakeGraphPool())
+    worker = start(world, shapes=shapes, graphs=graphs)
+    plain = worker.loaded.model.forward
+    worker.loaded.model.forward = lambda ids, positions: plain(ids, positions) * (1 + 0 * int(ids[0]))
+    with pytest.raises(RuntimeError, match="waits for the device and cannot be captured"):
+        world.generate(worker, [world.engine_request("x", [3, 4], max_tokens=2)])
+    assert graphs.descriptors == ()
+    assert not has_forward_context()
+
+
+def test_a_forward_that_fails_leaves_no_context(world: Any, make_step: Any, make_row: Any) -> None:
+    """I4.5: the next step is computed as if nothing had been."""
+    worker = start(world)
+    with pytest.raises(IndexError):
+        worker.execute(make_step(0, [(0, 1, 0, 1, True)], new_rows=[make_row(0, [99], [1])]))
+    assert not has_forward_context()
+    row = make_row(0, [3, 4], [1], generation=2)
+    output = worker.execute(make_step(1, [(0, 2, 0, 2, True)], new_rows=[row], finished=[0]))
+    request = world.engine_request("again", [3, 4], max_tokens=1)
+    assert world.generate(world.start(), [request])["again"] == output.token_ids.tolist()
+
+
+def test_a_graph_without_a_store_is_refused(world: Any, loop_backend: Any) -> None:
+    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    shapes = StepShapes(sizes=(1,), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    with pytest.raises(RuntimeError, match="step 1 is to run as a graph, but this worker captures none"):
+        world.generate(start(world, shapes=shapes), [world.engine_request("x", [3, 4], max_tokens=2)])
+
+
+def test_a_step_has_one_order(world: Any, make_step: Any, make_row: Any) -> None:
+    """R4.68: state, shape and inputs before metadata, which is there when the context is entered; logits after it."""
+    shapes = StepShapes(sizes=(4,), support=GraphSupport.NEVER, max_rows=6, is_piecewise=True)
+    worker = start(world, shapes=shapes)
+    runner, model = worker.runner, worker.loaded.model
+    order: list[tuple[str, bool]] = []
+
+    def note(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            order.append((name, has_forward_context()))
+            return plain(*args, **kwargs)
+
+        setattr(owner, name, noted)
+
+    parts = {"apply": runner.state, "shape": runner.forwards, "forward": model, "logits": model}
+    for name, owner in parts.items():
+        note(owner, name)
+    prepare, describe = runner.inputs.build, runner.groups.build
+
+    def inputs(*args: Any, **kwargs: Any) -> Any:
+        order.append(("inputs", has_forward_context()))
+        batch = prepare(*args, **kwargs)
+        assert [len(mapping) for mapping in batch.slot_mappings] == [4]
+        return batch
+
+    def metadata(*args: Any, **kwargs: Any) -> Any:
+        order.append(("metadata", has_forward_context()))
+        return describe(*args, **kwargs)
+
+    runner.inputs.build, runner.groups.build = inputs, metadata
+    row = make_row(0, [3, 4], [1])
+    answer = worker.execute(make_step(0, [(0, 1, 0, 2, True)], new_rows=[row], defers_sampling=True))
+    assert answer.step_id == 0
+    names = ("apply", "shape", "inputs", "metadata", "forward", "logits")
+    assert order == [(name, name == "forward") for name in names]
