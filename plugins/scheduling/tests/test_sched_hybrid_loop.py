@@ -75,6 +75,16 @@ def test_a_later_request_finds_what_an_earlier_one_left_in_every_group(kind: str
     assert loop.scheduler.stats().prefix_cache_hits >= 24
 
 
+@pytest.mark.parametrize("kind", ["running state", "aligned state"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_rules_prefixes_out_is_said_at_the_start(kind: str, is_on: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """R1.33: a running state is that of the last token, so nothing is found although the operator asked for it."""
+    with caplog.at_level("INFO", "hardpoint.plugin"):
+        hybrid_loop(80, KINDS[kind], prefix_caching=is_on)
+    is_ruled_out = is_on and kind == "running state"
+    assert any("every prompt will be computed" in message for message in caplog.messages) == is_ruled_out
+
+
 def test_states_are_shared_from_the_next_step_on_only() -> None:
     """A state is complete after its step, keys and values are there for every row of it."""
     for kind, shared in (("latent", 24), ("aligned state", 0)):

@@ -162,6 +162,11 @@ def build_scheduler(
         match_unit=options.match_unit,
         tail_unit=options.tail_unit,
     )
+    if limits.prefix_caching and kv.num_groups and not kv.prefix_caching:
+        ctx.logger.info(
+            "prefix caching is on, but some layers of this model keep nothing that a prefix could go on from: every "
+            "prompt will be computed"
+        )
     state = SchedulerState(
         limits=limits,
         kv=kv,
