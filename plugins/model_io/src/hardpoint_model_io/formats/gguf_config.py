@@ -14,6 +14,8 @@ from hardpoint_model_io.formats.gguf_dequant import dequantize
 from hardpoint_model_io.formats.gguf_names import GgufArchitecture, MetadataField
 
 MAX_FIELD_VALUE = 1 << 30
+SENTENCE_FIELD = "sentence_embedding"
+"""The field of a configuration that says how texts are pooled; no ``config.json`` has it."""
 TOKENS_KEY = "tokenizer.ggml.tokens"
 # Written by converters of the Llama 3.1 and later scheme; the factors they produce identify it.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -37,6 +39,8 @@ def build_config(file: GgufFile, row: GgufArchitecture) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     if row.gguf == "gemma3":
         _complete_gemma3(config)
+    if row.gguf == "bert":
+        _complete_bert(file, config)
     for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"),
                       ("pad_token_id", "padding_token_id")):  # fmt: skip
         if (token := token_id(file, key)) is not None:
@@ -164,6 +168,22 @@ def _scaling_from_factors(file: GgufFile, config: Mapping[str, Any]) -> dict[str
             f"{file.path}: the rotary factors in 'rope_freqs.weight' follow no known scheme (known: Llama 3)"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
+
+
+_POOLING_METHODS = {1: "mean", 2: "cls", 3: "last"}
+"""Values of ``bert.pooling_type`` that make one vector of a text."""
+
+
+def _complete_bert(file: GgufFile, config: dict[str, Any]) -> None:
+    """How many kinds of tokens there are, and how texts are pooled. Readers of these files normalize embeddings."""
+    types = file.tensors.get("token_types.weight")
+    if types is None or len(types.shape) != 2:
+        raise ModelFormatError(f"{file.path}: the tensor 'token_types.weight' is missing or not a matrix")
+    config["type_vocab_size"] = types.shape[0]
+    pooling = file.metadata.get("bert.pooling_type", 0)
+    if pooling != 0:
+        method = _POOLING_METHODS.get(pooling, f"type {pooling!r}") if isinstance(pooling, int) else repr(pooling)
+        config[SENTENCE_FIELD] = {"pooling_method": method, "normalizes": True, "other_modules": []}
 
 
 def _complete_gemma3(config: dict[str, Any]) -> None:

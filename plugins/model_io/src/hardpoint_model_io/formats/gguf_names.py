@@ -38,11 +38,12 @@ class GgufArchitecture:
         gguf: value of ``general.architecture``.
         architecture: plugin name of kind ``model``.
         model_type: the Hugging Face family name.
-        stems: tensor stem to Hugging Face stem; ``blk.N.`` becomes ``model.layers.N.``. A ``*`` in it is the number of
+        stems: tensor stem to Hugging Face stem; ``blk.N.`` becomes ``<blocks>.N.``. A ``*`` in it is the number of
             an expert: the tensor is a stack of one matrix for each.
         transforms: by tensor stem.
         constants: config fields the format leaves to the architecture.
         marker: metadata key without which the next row of the same ``gguf`` is meant.
+        tasks: what models of it can do.
         head_dim_keys: metadata keys that give ``head_dim``, first match; otherwise hidden size over heads.
     """
 
@@ -54,6 +55,8 @@ class GgufArchitecture:
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     marker: str | None = None
+    blocks: str = "model.layers"
+    tasks: tuple[str, ...] = ("generate", "embed")
     head_dim_keys: tuple[str, ...] = ("attention.key_length",)
 
 
@@ -108,11 +111,44 @@ def _expert_stems(block: str, gate: str, up: str, down: str) -> dict[str, str]:
     return {"blk.ffn_gate_inp": f"{block}.gate", **{stem: f"{block}.experts.*.{part}" for stem, part in parts.items()}}
 
 
+_ENCODER_FIELDS = (
+    MetadataField("embedding_length", "hidden_size", int, required=True),
+    MetadataField("block_count", "num_hidden_layers", int, required=True),
+    MetadataField("feed_forward_length", "intermediate_size", int, required=True),
+    MetadataField("attention.head_count", "num_attention_heads", int, required=True),
+    MetadataField("context_length", "max_position_embeddings", int, required=True),
+    MetadataField("attention.layer_norm_epsilon", "layer_norm_eps", float, required=True),
+)
+_BERT_STEMS = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "blk.attn_q": "attention.self.query",
+    "blk.attn_k": "attention.self.key",
+    "blk.attn_v": "attention.self.value",
+    "blk.attn_output": "attention.output.dense",
+    "blk.attn_output_norm": "attention.output.LayerNorm",
+    "blk.ffn_up": "intermediate.dense",
+    "blk.ffn_down": "output.dense",
+    "blk.layer_output_norm": "output.LayerNorm",
+}
+
 _SILU = {"hidden_act": "silu"}
 # The file pairs neighboring rows for its rotary embedding; Hugging Face pairs the two halves of a head.
 _PAIRED = {"blk.attn_q": Transform.UNPERMUTE_QUERY, "blk.attn_k": Transform.UNPERMUTE_KEY}
 _LLAMA_HEAD_DIM = ("attention.key_length", "rope.dimension_count")
 _ROWS = (
+    GgufArchitecture(
+        gguf="bert",
+        architecture="BertModel",
+        model_type="bert",
+        stems=_BERT_STEMS,
+        fields=_ENCODER_FIELDS,
+        constants={"hidden_act": "gelu"},
+        blocks="encoder.layer",
+        tasks=("embed",),
+    ),
     GgufArchitecture(
         gguf="llama",
         architecture="MixtralForCausalLM",
@@ -221,5 +257,5 @@ def map_tensor_name(row: GgufArchitecture, stored: str, path: str) -> MappedName
         )
     if match["expert"] is not None:
         target = target.replace("*", str(int(match["expert"])))
-    prefix = f"model.layers.{int(match['layer'])}." if match["block"] else ""
+    prefix = f"{row.blocks}.{int(match['layer'])}." if match["block"] else ""
     return MappedName(f"{prefix}{target}.{match['kind']}", row.transforms.get(stem))

@@ -19,28 +19,37 @@ from hardpoint_model_io.formats.gguf_config import TOKENS_KEY, token_id
 from hardpoint_model_io.formats.gguf_vocabulary import TokenType, chat_template, text_value, token_types
 from hardpoint_model_io.tokenizers.decoding import VocabularyKind
 from hardpoint_model_io.tokenizers.fast import FastTokenizer, TokenizerFacts
-from hardpoint_model_io.tokenizers.vocabularies import Vocabulary, byte_level_backend, sentencepiece_backend
+from hardpoint_model_io.tokenizers.vocabularies import (
+    Vocabulary,
+    byte_level_backend,
+    marked_word_piece_backend,
+    sentencepiece_backend,
+)
 
 _ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",
+    "mask_token": "mask_token_id",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """One value of ``tokenizer.ggml.model``: how to build it, and whether BOS is added where the file is silent."""
+    """One value of ``tokenizer.ggml.model``: how to build it, and whether BOS is added where the file is silent; None
+    for a family that always puts the same around a text."""
 
     build: Callable[[Vocabulary], Backend]
     kind: VocabularyKind
-    adds_bos: bool
+    adds_bos: bool | None
 
 
 _FAMILIES: Mapping[str, _Family] = {
     "gpt2": _Family(byte_level_backend, VocabularyKind.BYTE_LEVEL, adds_bos=False),
     "llama": _Family(sentencepiece_backend, VocabularyKind.BYTE_FALLBACK, adds_bos=True),
+    "bert": _Family(marked_word_piece_backend, VocabularyKind.WORD_PIECE, adds_bos=None),
 }
 
 
@@ -67,7 +76,8 @@ class GgufTokenizerProvider(TokenizerProvider):
             raise ModelFormatError(f"{file.path}: the vocabulary is inconsistent: {error}") from None
         _add_special_tokens(backend, vocabulary)
         roles = {role: vocabulary.tokens[i] for role, key in _ROLES.items() if (i := token_id(file, key)) is not None}
-        _set_frame(backend, file, roles, family.adds_bos)
+        if family.adds_bos is not None:
+            _set_frame(backend, file, roles, family.adds_bos)
         return FastTokenizer(backend, TokenizerFacts(family.kind, roles, chat_template(file)))
 
 

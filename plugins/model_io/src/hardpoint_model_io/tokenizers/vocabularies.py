@@ -1,4 +1,4 @@
-"""Tokenizer pipelines from a vocabulary: byte-level merges, and sentencepiece vocabularies as merges."""
+"""Tokenizer pipelines from a vocabulary: byte-level merges, sentencepiece vocabularies as merges, and word pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hardpoint.errors import ModelFormatError
 from hardpoint_model_io.formats.gguf_vocabulary import TokenType
 from hardpoint_model_io.tokenizers.decoding import byte_alphabet
 from hardpoint_model_io.tokenizers.splits import pre_tokenizer
+from hardpoint_model_io.tokenizers.word_piece import PIECE_PREFIX, WordPieceSettings, word_piece_backend
 
 _SPACE_MARK = "\u2581"
 _GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
@@ -55,6 +56,21 @@ def byte_level_backend(vocabulary: Vocabulary) -> Backend:
     backend.pre_tokenizer = pre_tokenizer(vocabulary.pre, vocabulary.path)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def marked_word_piece_backend(vocabulary: Vocabulary) -> Backend:
+    """Word pieces where the file marks the first piece of a word, and BERT's own lists the others."""
+    plain = [
+        token if _is_bracketed(token) else token[1:] if token.startswith(_SPACE_MARK) else PIECE_PREFIX + token
+        for token in vocabulary.tokens
+    ]
+    # The file does not say whether capitals count; a vocabulary with some is of no use without them.
+    lowercase = not any(token != token.lower() for token in plain if not _is_bracketed(token))
+    return word_piece_backend(plain, WordPieceSettings(lowercase=lowercase), vocabulary.path)[0]
+
+
+def _is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
 
 
 def _pair(merge: str, path: str) -> tuple[str, str]:

@@ -9,7 +9,8 @@ from typing import Any
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint_model_io.files import confined_path, read_json_object
-from hardpoint_model_io.weights.sentence import SENTENCE_FIELD, max_sentence_tokens, sentence_settings
+from hardpoint_model_io.formats.gguf_config import SENTENCE_FIELD
+from hardpoint_model_io.weights.sentence import max_sentence_tokens, sentence_settings
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

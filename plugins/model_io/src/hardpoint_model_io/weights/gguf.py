@@ -62,6 +62,7 @@ class GgufWeightLoader(WeightLoader):
             loader="gguf",
             eos_token_ids=end_token_ids(file),
             bos_token_id=token_id(file, "bos_token_id"),
+            tasks=row.tasks,
         )
 
     def num_bytes(self, info: ModelInfo) -> int:

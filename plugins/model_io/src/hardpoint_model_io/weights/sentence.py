@@ -11,10 +11,8 @@ from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint_model_io.files import MAX_JSON_BYTES, confined_path, read_bytes, read_json_object
 
-__all__ = ["SENTENCE_FIELD", "max_sentence_tokens", "sentence_settings"]
+__all__ = ["max_sentence_tokens", "sentence_settings"]
 
-SENTENCE_FIELD = "sentence_embedding"
-"""The field of a model's configuration that :func:`sentence_settings` goes to; no ``config.json`` has it."""
 MODULES = "modules.json"
 LIMITS = "sentence_bert_config.json"
 _METHODS: Mapping[str, str] = {
