@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.graph_backend import GraphBackend
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
@@ -29,6 +32,8 @@ from hardpoint_torch_runtime.plugin_access import create_in_worker, label_of
 from hardpoint_torch_runtime.plugin_faults import NamedLogitsProcessor, named_kernel
 from hardpoint_torch_runtime.runner.assembly import RunnerParts, assemble_runner
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+from hardpoint_torch_runtime.runner.capture import capture_shapes
+from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
 from hardpoint_torch_runtime.runner.streams import device_streams
@@ -72,6 +77,14 @@ class TorchWorkerOptions(BaseModel):
     )
     communicator: str | None = Field(
         default=None, description="`communicator` plugin for tensor parallelism instead of the platform's"
+    )
+    graph_backend: str | None = Field(
+        default=None, description="`graph_backend` plugin that captures the forwards of decoding steps; by default none"
+    )
+    graph_sizes: tuple[int, ...] | None = Field(
+        default=None,
+        description="tokens of the steps to capture, others are padded to the next size; by default 1, 2, 4 and every "
+        "multiple of 8 up to 512",
     )
     use_kernel_overrides: bool = Field(
         default=True, description="off: the plain kernel at every seam, to find out whether an override is at fault"
@@ -236,7 +249,11 @@ class TorchWorker(Worker):
             checks_invariance=self.options.check_logits_processors,
             truncate=self.kernels.kernels.top_k_top_p,
         )
-        self._runner = assemble_runner(worker, self.loaded.model, groups, kv, sampler, self.device, parts)
+        num_drafts = 0 if parts.proposer is None else parts.proposer.num_drafts
+        forwards = forward_maker(
+            worker, self._platform, self.loaded.model, groups, kv, self._graphs(), num_drafts=num_drafts
+        )
+        self._runner = assemble_runner(worker, self.loaded.model, groups, kv, sampler, self.device, parts, forwards)
 
     def runner_parts(self) -> RunnerParts:
         """What the runner has beyond model and cache; workers that derive from this one may add to it."""
@@ -245,7 +262,7 @@ class TorchWorker(Worker):
             is_asynchronous = self.device.type != "cpu"
         return RunnerParts(
             processors=self._logits_processors(),
-            refuse=refuse_row,
+            refuse=partial(refuse_row, tasks=self.config.model.tasks),
             streams=device_streams(self._platform, self.device) if is_asynchronous else None,
         )
 
@@ -254,6 +271,9 @@ class TorchWorker(Worker):
         longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
         if longest > 0:
             run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
+        num_graphs = capture_shapes(self.runner)
+        if num_graphs:
+            self._logger.info("captured %d shapes of decoding steps", num_graphs)
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
         return self.runner.execute(step)
@@ -274,6 +294,8 @@ class TorchWorker(Worker):
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
+        if self._runner is not None:
+            self._runner.forwards.release()
         self._runner = None
         self._loaded = None
         self._backend = None
@@ -296,6 +318,13 @@ class TorchWorker(Worker):
             logger=self._logger,
         )
 
+    def _graphs(self) -> GraphChoice | None:
+        name = self.options.graph_backend
+        if name is None:
+            return None
+        backend: GraphBackend = create_in_worker(self._plugins, "graph_backend", name, self.config, self.device)
+        return GraphChoice(name, backend, self.options.graph_sizes)
+
     def _logits_processors(self) -> list[LogitsProcessor]:
         kind = "logits_processor"
         return [
@@ -307,10 +336,11 @@ class TorchWorker(Worker):
         ]
 
 
-def refuse_row(row: NewRow) -> str | None:
-    """Requests that need a feature this worker lacks end on their own, with a reason."""
-    if row.task != "generate":
-        return f"the task {row.task!r} is not served: this worker only generates"
+def refuse_row(row: NewRow, tasks: Sequence[str] = ("generate", "embed")) -> str | None:
+    """Requests that need a feature this worker lacks, or another one of the ``tasks``, end on their own, with a
+    reason."""
+    if row.task not in tasks:
+        return f"the task {row.task!r} is not served: this model serves {', '.join(tasks) or 'nothing'}"
     if row.features:
         return f"this model takes no {row.features[0].modality} input"
     if row.adapter is not None:

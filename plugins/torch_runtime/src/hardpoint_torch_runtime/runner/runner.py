@@ -19,7 +19,8 @@ from hardpoint_torch_runtime.runner.extensions import RunnerExtension
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
-from hardpoint_torch_runtime.runner.position_axes import PositionAxes
+from hardpoint_torch_runtime.runner.pooling import PooledRows, SlotPooling
+from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
 from hardpoint_torch_runtime.runner.prompt_logprobs import prompt_logprobs
 from hardpoint_torch_runtime.runner.sampling_stage import DeviceResidence, SamplingStage
 from hardpoint_torch_runtime.runner.step_shape import StepShape
@@ -33,7 +34,8 @@ class ModelRunner:
     """Drives a model through steps. ``groups``, ``kv`` and ``inputs`` come from the KV cache plan; ``forwards`` runs
     the model, by default as it is.
 
-    Absent unless given: ``axes`` where the model has several positions per token, a ``proposer`` of drafts,
+    Absent unless given: ``axes`` where the model has several positions per token, ``pooling`` where requests may ask
+    for embeddings, a ``proposer`` of drafts,
     ``extensions`` of features, ``device`` where outputs are promises. What of these keeps state by slot must be among
     the parts of ``state``; :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
     """
@@ -49,6 +51,7 @@ class ModelRunner:
         *,
         forwards: ForwardPass | None = None,
         axes: PositionAxes | None = None,
+        pooling: SlotPooling | None = None,
         proposer: DraftProposer | None = None,
         extensions: Sequence[RunnerExtension] = (),
         device: DeviceResidence | None = None,
@@ -60,6 +63,7 @@ class ModelRunner:
         self.inputs = inputs
         self.forwards = forwards or ForwardPass(model, groups, kv, state.embeddings)
         self._axes = axes
+        self._pooling = pooling
         self._extensions = tuple(extensions)
         self._device = device
         self._sampling = SamplingStage(sampler, state, proposer=proposer, device=device)
@@ -93,8 +97,15 @@ class ModelRunner:
         logits = self.model.logits(hidden[batch.logits_indices]) if len(batch.sample_rows) else None
         if applied.correct is not None:
             applied.correct()
+        pooled = PooledRows() if self._pooling is None else self._pooling.collect(hidden, batch)
+        self.state.refused.update(pooled.faults)
         return ForwardProducts(
-            step, batch, logits, prompt_logprobs(self.model, hidden, batch, self.state), extensions=self._payloads(step)
+            step,
+            batch,
+            logits,
+            prompt_logprobs(self.model, hidden, batch, self.state),
+            pooled=pooled.results,
+            extensions=self._payloads(step),
         )
 
     def _inputs(self, step: SchedulerOutput, applied: AppliedStep, shape: StepShape) -> InputBatch:
@@ -127,6 +138,8 @@ def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: t
     # A step may hold more tokens than one sequence, and then more than there are positions.
     positions = torch.arange(num_tokens, dtype=torch.int64, device=device) % max_model_len
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    if isinstance(model, AxisPositions):
+        positions = positions.expand(model.num_position_axes, num_tokens)
     context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
     with set_forward_context(context):
         hidden = last_hidden(model.forward(token_ids, positions))

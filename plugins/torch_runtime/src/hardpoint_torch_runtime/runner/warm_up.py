@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
-from hardpoint.interfaces.request import Int32Array, SamplingParams
+from hardpoint.interfaces.request import Int32Array, PoolingParams, SamplingParams
 from hardpoint.interfaces.step import BlockUpdate, NewRow, SchedulerOutput
+from hardpoint_torch_runtime.runner.pooling import runner_type
 from hardpoint_torch_runtime.runner.runner import ModelRunner
 
 __all__ = ["run_warm_up"]
@@ -18,8 +20,14 @@ _SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, t
 def run_warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """A prefill of ``num_tokens`` and a decode, greedy and random. All KV goes to the null block, cleared afterwards.
 
-    Call it before the first step; slot 0 is free again when it returns.
+    A model that only pools embeds a prompt instead. Call it before the first step; slot 0 is free again afterwards.
     """
+    if runner_type(runner.model.info) == "pooling":
+        row = msgspec.structs.replace(_row(runner, num_tokens, _SAMPLINGS[0]), task="embed", pooling=PoolingParams())
+        step = _step(runner, num_computed=0, num_scheduled=num_tokens, row=row)
+        runner.execute(msgspec.structs.replace(step, samples=np.zeros(1, dtype=np.bool_)))
+        runner.execute(_step(runner, num_computed=0, num_scheduled=0, finished=True))
+        return
     for sampling in _SAMPLINGS:
         runner.execute(_step(runner, num_computed=0, num_scheduled=num_tokens, row=_row(runner, num_tokens, sampling)))
         runner.execute(_step(runner, num_computed=num_tokens, num_scheduled=1))
