@@ -158,14 +158,12 @@ def test_what_cannot_be_embedded_fails_alone(world: Any, make_step: Any, make_ro
     poisoned = torch.full((16,), float("nan"))
     with torch.no_grad():
         worker.loaded.model.table[19] = poisoned
-    cases: list[tuple[int, list[int], dict[str, Any]]] = [
-        (0, [4, 19], {}),
-        (1, [4, 5], {"dimensions": 17}),
-        (2, [4, 5], {}),
-    ]
+    cases: dict[int, dict[str, Any]] = {0: {}, 1: {"dimensions": 17}, 2: {}}
     rows = [
-        msgspec.structs.replace(make_row(slot, ids, [slot + 1]), task="embed", pooling=PoolingParams(**asked))
-        for slot, ids, asked in cases
+        msgspec.structs.replace(
+            make_row(slot, [4, 5 if slot else 19], [slot + 1]), task="embed", pooling=PoolingParams(**asked)
+        )
+        for slot, asked in cases.items()
     ]
     output = worker.execute(make_step(0, [(slot, 1, 0, 2, False) for slot in range(3)], new_rows=rows))
     assert {failure.slot: failure.reason for failure in output.failures} == {
