@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import (
     AttentionImpl,
     AttentionLayerParams,
@@ -358,3 +359,67 @@ def test_a_step_has_one_order(world: Any, make_step: Any, make_row: Any) -> None
     assert answer.step_id == 0
     names = ("apply", "shape", "inputs", "metadata", "forward", "logits")
     assert order == [(name, name == "forward") for name in names]
+
+
+def graph_platform(platform: Any) -> Any:
+    """A platform of the same kind that has graphs, and adds an entry to every forward."""
+
+    class GraphPlatform(type(platform)):  # type: ignore[misc]
+        @classmethod
+        def create_graph_pool(cls) -> FakeGraphPool:
+            return FakeGraphPool()
+
+        def forward_extras(self, context: ForwardContext) -> dict[str, Any]:
+            return {"stream": context.graph_mode.value}
+
+    return GraphPlatform()
+
+
+def test_a_worker_captures_all_shapes_before_the_first_request(
+    world: Any, loop_backend: Any, worker_options: Any
+) -> None:
+    """R4.55, R4.61, R4.64: by options alone; warming up leaves no trace, and the end gives the pool its memory back."""
+    expected = world.generate(world.start(), requests(world))
+    world.backend, world.platform = graphable(loop_backend, GraphSupport.DECODE_ONLY), graph_platform(world.platform)
+    backend = FakeGraphBackend()
+    world.plugins.factories["graph_backend", "fake"] = lambda ctx: backend
+    worker = world.start(worker_options(graph_backend="fake", graph_sizes=(4, 1, 64, 4)))
+    pool = world.platform.graph_pool()
+    for view in worker.runner.kv.views.values():
+        view.fill_(float("nan"))
+    seen = watch(worker)
+    worker.warm_up()
+    assert [graph.num_replays for graph in backend.graphs] == [1, 3]
+    assert not worker.runner.state.slots.occupied.any()
+    for view in worker.runner.kv.views.values():
+        assert not view[0].any()
+        assert view[1:].isnan().all()
+    seen.clear()
+    assert world.generate(worker, requests(world)) == expected
+    assert [graph.num_replays for graph in backend.graphs] == [6, 6]
+    # Of the model's own code only the prefill runs any more.
+    assert [context.extras for context, _ in seen] == [{"stream": "none"}]
+    assert pool.bytes_in_use > 0
+    worker.shutdown()
+    assert pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("backend", "the attention backend tolerates never here"),
+        ("platform", "captures no graphs"),
+        ("sizes", r"none of the sizes \(64,\) is at most 32 tokens"),
+    ],
+)
+def test_graphs_that_cannot_be_had_stop_the_start(
+    world: Any, loop_backend: Any, worker_options: Any, fault: str, message: str
+) -> None:
+    if fault != "backend":
+        world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    if fault != "platform":
+        world.platform = graph_platform(world.platform)
+    world.plugins.factories["graph_backend", "fake"] = lambda ctx: FakeGraphBackend()
+    options = worker_options(graph_backend="fake", graph_sizes=(64,) if fault == "sizes" else None)
+    with pytest.raises(ConfigError, match=f"graph backend 'fake' was asked for, but .*{message}.*unset"):
+        world.start(options)

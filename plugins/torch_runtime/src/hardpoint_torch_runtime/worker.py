@@ -268,12 +268,12 @@ class TorchWorker(Worker):
 
     def warm_up(self) -> None:
         config = self.config
-        longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
-        if longest > 0:
-            run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
         num_graphs = capture_shapes(self.runner)
         if num_graphs:
             self._logger.info("captured %d shapes of decoding steps", num_graphs)
+        longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+        if longest > 0:
+            run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
         return self.runner.execute(step)

@@ -100,6 +100,11 @@ class ForwardPass:
         with self._scopes.enter(facts, num_padded=len(batch.token_ids)):
             return self._call(batch, facts, embeddings)
 
+    def release(self) -> None:
+        """Give back what was captured; idempotent."""
+        if self.graphs is not None:
+            self.graphs.release()
+
     def _run_graph(self, batch: InputBatch, step: SchedulerOutput, facts: ForwardContext) -> torch.Tensor:
         """R4.53, R4.54: what is beyond the real rows and tokens writes to no slot and reads the null block."""
         graphs, key = self.graphs, facts.batch_descriptor
