@@ -22,7 +22,7 @@ MakeFolder = Callable[..., Path]
 def test_a_folder_is_described(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
     info = SafetensorsWeightLoader().describe(as_artifact(hf_folder()))
     assert (info.architecture, info.vocab_size, info.max_position) == ("LlamaForCausalLM", 100, 128)
-    assert (info.dtype, info.loader, info.tasks) == ("float32", "safetensors", ("generate",))
+    assert (info.dtype, info.loader, info.tasks) == ("float32", "safetensors", ("generate", "embed"))
     assert (info.eos_token_ids, info.bos_token_id) == ((2,), 1)
 
 
@@ -52,9 +52,14 @@ def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: 
     assert (info.vocab_size, info.max_position) == (77, 55)
 
 
-@pytest.mark.parametrize(("name", "task"), [("BertModel", "embed"), ("T5ForConditionalGeneration", "generate")])
-def test_tasks_follow_the_architecture(hf_folder: MakeFolder, as_artifact: AsArtifact, name: str, task: str) -> None:
-    assert SafetensorsWeightLoader().describe(as_artifact(hf_folder({"architectures": [name]}))).tasks == (task,)
+@pytest.mark.parametrize(
+    ("name", "tasks"), [("BertModel", ("embed",)), ("T5ForConditionalGeneration", ("generate", "embed"))]
+)
+def test_tasks_follow_the_architecture(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, name: str, tasks: tuple[str, ...]
+) -> None:
+    """What generates has hidden states to embed by as well."""
+    assert SafetensorsWeightLoader().describe(as_artifact(hf_folder({"architectures": [name]}))).tasks == tasks
 
 
 @pytest.mark.parametrize(

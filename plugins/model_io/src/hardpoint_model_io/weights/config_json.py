@@ -55,7 +55,7 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
         eos_token_ids=_end_tokens(generation, config, text, vocab_size, artifact.root),
         bos_token_id=bos[0] if bos else None,
         generation=generation,
-        tasks=("generate",) if architecture.endswith(_GENERATIVE_SUFFIXES) else ("embed",),
+        tasks=("generate", "embed") if architecture.endswith(_GENERATIVE_SUFFIXES) else ("embed",),
     )
 
 
