@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel
 
+from hardpoint import LLM, SamplingParams
+from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint_model_io.sources.package import PackageSource
 from hardpoint_model_io.tokenizers.hf import HuggingFaceTokenizerProvider
@@ -83,3 +88,40 @@ def test_what_means_the_same_lies_near(expected: list[torch.Tensor]) -> None:
     """The judge itself is sound: paraphrases are nearest to one another."""
     similarity = embeddings(expected) @ embeddings(expected).T - 2 * torch.eye(len(SENTENCES))
     assert similarity.argmax(-1)[:4].tolist() == [1, 0, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 128, "max_num_seqs": 2}, {"async_scheduling": True}],
+    ids=lambda settings: "-".join(settings) or "usual",
+)
+def test_embeddings_through_the_engine(settings: dict[str, Any], expected: list[torch.Tensor]) -> None:
+    """By the model's own pooling, in whatever steps the texts fit."""
+    with LLM("minilm", dtype="float32", **settings) as llm:
+        outputs = llm.embed(SENTENCES)
+    assert [output.num_prompt_tokens for output in outputs] == [len(hidden) for hidden in expected]
+    found = torch.from_numpy(np.stack([output.embedding for output in outputs]))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(len(SENTENCES)))
+    require_equal(found.double(), embeddings(expected))
+
+
+def test_what_a_call_may_choose(expected: list[torch.Tensor]) -> None:
+    """Every token on its own, the first one, and no normalization."""
+    text, hidden = SENTENCES[0], expected[0]
+    with LLM("minilm", dtype="float32") as llm:
+        (each,) = llm.embed(text, pooling="token_embed", normalize=False)
+        (first,) = llm.embed(text, pooling="cls", normalize=False)
+    assert relative_error(torch.from_numpy(np.array(each.embedding)), hidden) < 1e-4
+    assert relative_error(torch.from_numpy(np.array(first.embedding)), hidden[0]) < 1e-4
+
+
+def test_what_an_encoder_does_not_do() -> None:
+    """It generates nothing, takes no text in parts, and keeps no memory for a cache."""
+    with LLM("minilm", dtype="float32", max_num_batched_tokens=48) as llm:
+        with pytest.raises(InvalidRequestError, match="does not generate text; it serves embed"):
+            llm.generate("The wing", SamplingParams(max_tokens=1))
+        with pytest.raises(InvalidRequestError, match="is computed in one step; --max-num-batched-tokens allows 48"):
+            llm.embed(SENTENCES[-1])
+        (short,) = llm.embed(SENTENCES[0])
+    assert short.embedding.shape == (384,)
