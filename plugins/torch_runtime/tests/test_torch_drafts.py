@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hardpoint.engine.pipeline import StepPipeline
 from hardpoint.interfaces import SchedulerContext, SchedulerExtension, SchedulerLimits
@@ -17,9 +19,10 @@ from hardpoint.interfaces.kv_cache import KVCacheConfig, KVCacheGroup
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.plugin import ProcessRole
 from hardpoint.interfaces.request import EngineRequest
-from hardpoint.interfaces.step import NewRow
+from hardpoint.interfaces.step import GrammarMask, NewRow, RunnerOutput, SchedulerOutput, TokenUpdate
 from hardpoint_testing_torch import FakeStreams, PromisingExecutor, installed_factory
 from hardpoint_torch_runtime.runner.assembly import RunnerParts
+from hardpoint_torch_runtime.runner.draft_verification import DraftLayout, verify
 from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
 
 VOCAB = 37
@@ -106,7 +109,7 @@ class CountsTokens(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         for index, slot in enumerate(slots.tolist()):
-            logits[index, (7 * self.sums[slot]) % VOCAB] += 9.0
+            logits[index, (7 * self.sums[slot]) % VOCAB] += 60.0
         return logits
 
 
@@ -198,3 +201,204 @@ def test_any_acceptance_at_any_depth_gives_the_tokens_of_a_run_without_drafts(wo
             assert ahead.tokens == plain.tokens, (pattern, depth, is_async)
             if pattern == (3,) and depth == 1:
                 assert ahead.steps < plain.steps / 2
+
+
+def ahead_of(world: Any, plain: Run, requests: Sequence[EngineRequest], depth: int, *, is_async: bool) -> Run:
+    proposer = ScriptedProposer(plain.tokens, (1, 3, 0, 2, 2))
+    parts = RunnerParts(proposer=proposer, streams=FakeStreams() if is_async else None)
+    return run(world, requests, parts, depth, drafts_unseen=depth > 1)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_drafts_that_only_the_worker_knows_change_no_token(world: Any, is_async: bool) -> None:
+    """R4.37, R4.38, P4.8: two steps under way; penalties, excluded words and draws by seed see the tokens they would
+    see without drafts, and log-probabilities come for exactly the tokens told."""
+    requests = requests_of(world, SAMPLINGS["history"], 8)
+    plain = run(world, requests, RunnerParts())
+    ahead = ahead_of(world, plain, requests, 2, is_async=is_async)
+    assert ahead.tokens == plain.tokens
+    assert ahead.steps < plain.steps
+    for name, entries in plain.logprobs.items():
+        found = ahead.logprobs[name]
+        assert [entry.token_ids for entry in found] == [entry.token_ids for entry in entries]
+        np.testing.assert_allclose(
+            [entry.logprobs for entry in found], [entry.logprobs for entry in entries], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("depth", "is_async"), [(1, False), (2, False), (2, True)])
+def test_processors_hear_of_each_draft_before_the_next_place(world: Any, depth: int, is_async: bool) -> None:
+    """R4.38: their state cannot be rolled back, so places are drawn one after the other."""
+    requests = requests_of(world, SAMPLINGS["greedy"], 6)
+    plain = run(world, requests, RunnerParts(processors=(CountsTokens(),)))
+    assert plain.tokens != run(world, requests, RunnerParts()).tokens
+    parts = RunnerParts(
+        proposer=ScriptedProposer(plain.tokens, (1, 3, 0, 2)),
+        streams=FakeStreams() if is_async else None,
+        processors=(CountsTokens(),),
+    )
+    assert run(world, requests, parts, depth, drafts_unseen=depth > 1).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kernel_block", [None, 2])
+def test_refused_drafts_leave_no_trace_in_other_layouts(
+    world: Any, loop_backend: Any, kernel_block: int | None
+) -> None:
+    """R4.37, R4.50: rows are moved back on the device, with rows reordered and blocks split for kernels."""
+    world.backend = loop_backend(reorder_threshold=2, kernel_block=kernel_block)
+    requests = requests_of(world, SAMPLINGS["greedy"], 7)
+    plain = run(world, requests, RunnerParts(), max_tokens=7)
+    parts = RunnerParts(proposer=ScriptedProposer(plain.tokens, (0, 2, 1)), streams=FakeStreams())
+    assert run(world, requests, parts, 2, drafts_unseen=True, max_tokens=9).tokens == plain.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_requests_short_of_blocks_keep_their_tokens(world: Any, seed: int) -> None:
+    """I4.1-I4.4, R4.38, P4.1: preempted and resumed, admitted late, chunked; with any acceptance and any depth."""
+    random = np.random.default_rng(seed)
+    pool = [entry for entries in SAMPLINGS.values() for entry in entries]
+    requests = [
+        world.engine_request(
+            f"r{i}",
+            random.integers(0, VOCAB, int(random.integers(1, 14))).tolist(),
+            max_tokens=int(random.integers(1, 14)),
+            ignore_eos=True,
+            **pool[int(random.integers(len(pool)))],
+        )
+        for i in range(9)
+    ]
+    plain = run(world, requests, RunnerParts())
+    world.num_blocks = 16
+    for depth, is_async in ((1, False), (2, False), (1, True), (2, True), (3, True)):
+        proposer = ScriptedProposer(plain.tokens, tuple(random.integers(0, K + 1, 5).tolist()))
+        parts = RunnerParts(proposer=proposer, streams=FakeStreams() if is_async else None)
+        most = int(random.integers(K + 2, 24))
+        ahead = run(world, requests, parts, depth, drafts_unseen=depth > 1, max_tokens=most)
+        assert ahead.tokens == plain.tokens, (depth, is_async)
+
+
+# Single steps
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.asarray(values, dtype=np.int32)
+
+
+def drafted(make_step: Any, *rows: tuple[int, int, Sequence[int]], step_id: int = 1, **fields: Any) -> SchedulerOutput:
+    """A step of rows (slot, first token, drafts), each with one known token before its drafts."""
+    step: SchedulerOutput = make_step(
+        step_id,
+        [(slot, 1, first, 1 + len(drafts), True) for slot, first, drafts in rows],
+        drafts=TokenUpdate(int32(*(len(d) for *_, d in rows)), int32(*(i for *_, d in rows for i in d))),
+        **fields,
+    )
+    return step
+
+
+def answered(worker: Worker, step: SchedulerOutput, mask: GrammarMask | None = None) -> RunnerOutput:
+    answer = worker.execute(step)
+    if step.defers_sampling:
+        answer = worker.sample(step.step_id, mask)
+    return answer.result() if not isinstance(answer, RunnerOutput) else answer  # type: ignore[union-attr]
+
+
+@pytest.fixture(params=[False, True], ids=["waits", "promises"])
+def worker(world: Any, request: pytest.FixtureRequest) -> Worker:
+    return start(world, RunnerParts(streams=FakeStreams() if request.param else None))
+
+
+def prefill(worker: Worker, make_step: Any, make_row: Any, **sampling: Any) -> list[int]:
+    """Rows 0 and 1, each with a prompt of three tokens; returns their first samples."""
+    rows = [make_row(0, [5, 6, 7], [1, 2, 3], **sampling), make_row(1, [8, 9, 3], [4, 5, 6])]
+    step = make_step(0, [(0, 1, 0, 3, True), (1, 1, 0, 3, True)], new_rows=rows)
+    return answered(worker, step).token_ids.tolist()
+
+
+def bits(*tokens: int) -> np.ndarray:
+    words = np.zeros((len(tokens), 2), dtype=np.uint32)
+    for row, token in enumerate(tokens):
+        words[row, token // 32] = 1 << (token % 32)
+    return words.view(np.int32)
+
+
+def test_a_grammar_has_a_mask_for_each_place(worker: Worker, make_step: Any, make_row: Any) -> None:
+    """R4.38: consecutive masks, one per draft and one for the token after them; rows without masks are free."""
+    prefill(worker, make_step, make_row)
+    step = drafted(make_step, (1, 3, [1]), (0, 3, [17, 18]), defers_sampling=True)
+    output = answered(worker, step, GrammarMask(int32(1, 1, 1), bits(17, 18, 19)))
+    assert output.num_sampled.tolist()[1] == 3
+    assert output.token_ids.tolist()[-3:] == [17, 18, 19]
+
+
+def test_a_mask_may_refuse_a_draft(worker: Worker, make_step: Any, make_row: Any) -> None:
+    prefill(worker, make_step, make_row)
+    step = drafted(make_step, (0, 3, [17, 18]), (1, 3, []), defers_sampling=True)
+    output = answered(worker, step, GrammarMask(int32(0, 0, 0, 1), bits(17, 20, 19, 33)))
+    assert output.num_sampled.tolist() == [2, 1]
+    assert output.token_ids.tolist() == [17, 20, 33]
+
+
+def test_masks_that_do_not_match_the_places_are_refused(worker: Worker, make_step: Any, make_row: Any) -> None:
+    prefill(worker, make_step, make_row)
+    step = drafted(make_step, (0, 3, [17, 18]), defers_sampling=True)
+    with pytest.raises(RuntimeError, match="row 0 of the step has 2 grammar masks for its 3 places"):
+        answered(worker, step, GrammarMask(int32(0, 0), bits(17, 20)))
+
+
+def test_missing_drafts_are_wrong(worker: Worker, make_step: Any, make_row: Any) -> None:
+    """R4.37: of guesses that the worker is said to have made, but has not, none is right."""
+    first = prefill(worker, make_step, make_row)
+    output = answered(worker, drafted(make_step, (0, 3, [-1, -1]), (1, 3, [])))
+    assert output.num_sampled.tolist() == [1, 1]
+    again = answered(worker, drafted(make_step, (0, 4, [-1]), (1, 4, []), step_id=2))
+    assert again.num_sampled.tolist() == [1, 1]
+    slots = worker.runner.state.slots
+    worker.runner.state.settle()
+    assert (slots.num_tokens[:2].tolist(), slots.num_refused[:2].tolist()) == ([6, 6], [3, 0])
+    assert slots.token_ids[0, 3:6].tolist() == [first[0], int(output.token_ids[0]), int(again.token_ids[0])]
+
+
+def test_a_row_fails_where_it_counts(worker: Worker, make_step: Any, make_row: Any) -> None:
+    """Class 32: values that are no numbers behind a refused draft do no harm, those before an accepted one do."""
+    first = prefill(worker, make_step, make_row)
+    model: Any = worker.loaded.model
+    logits = model.logits
+
+    def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden).clone()
+        found[[1, 3]] = float("nan")
+        found[2] = 0.0
+        found[2, 21] = 1.0
+        return found
+
+    model.logits = spoilt
+    output = answered(worker, drafted(make_step, (0, 3, [first[0] + 1]), (1, 3, [21, 4])))
+    assert output.num_sampled.tolist() == [1, 0]
+    assert [(failure.slot, failure.generation) for failure in output.failures] == [(1, 1)]
+
+
+def test_drafts_keep_within_the_room_of_a_slot(world: Any, worker: Worker, make_step: Any, make_row: Any) -> None:
+    blocks = range(1, 14)
+    prompt = [3] * 30
+    answered(worker, make_step(0, [(0, 1, 0, 30, True)], new_rows=[make_row(0, prompt, blocks)]))
+    with pytest.raises(RuntimeError, match="would hold 51 tokens, but has room for 49"):
+        worker.execute(drafted(make_step, (0, 30, [1] * 20)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), max_size=4), min_size=1, max_size=5))
+def test_verifying_counts_leading_equal_drafts(rows: list[list[tuple[int, int]]]) -> None:
+    """R4.38: against plain lists, for rows with any number of drafts."""
+    layout = DraftLayout.of(int32(*(len(row) for row in rows)))
+    sampled = [[token for token, _ in row] + [7] for row in rows]
+    drafts = [draft for row in rows for _, draft in row]
+    verified = verify(
+        torch.tensor([token for row in sampled for token in row]), torch.tensor(drafts, dtype=torch.int64), layout
+    )
+    for index, row in enumerate(rows):
+        accepted = next((place for place, (token, draft) in enumerate(row) if token != draft), len(row))
+        assert int(verified.counts[index]) == accepted + 1
+        assert verified.tokens[index, : accepted + 1].tolist() == sampled[index][: accepted + 1]
+        assert int(verified.newest[index]) == sampled[index][accepted]
+        assert int(verified.refused[index]) == len(row) - accepted
