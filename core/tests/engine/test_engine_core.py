@@ -166,7 +166,7 @@ def test_a_full_queue_and_a_refusing_scheduler_end_only_the_new_request() -> Non
     core.add(request("a"))
     core.add(request("b"))
     (refusal,) = [o for o in outputs_of(core) if o.request_id == "b"]
-    assert (refusal.finish_reason, refusal.extensions) == (FinishReason.ERROR, {ERROR_CODE: "overloaded"})
+    assert (refusal.finish_reason, refusal.extensions) == (FinishReason.ERROR, {ERROR_CODE: "OverloadedError"})
     assert ends(run(core)) == {"a": [FinishReason.LENGTH]}
 
     class Picky(FakeScheduler):
@@ -176,7 +176,7 @@ def test_a_full_queue_and_a_refusing_scheduler_end_only_the_new_request() -> Non
     core.scheduler = Picky(SchedulerLimits(**LIMITS), num_blocks=4, block_size=4)
     core.add(request("c"))
     (refusal,) = outputs_of(core)
-    assert (refusal.error, refusal.extensions) == ("not this one", {ERROR_CODE: "invalid"})
+    assert (refusal.error, refusal.extensions) == ("not this one", {ERROR_CODE: "InvalidRequestError"})
     assert core.dead_reason is None
 
 
@@ -194,7 +194,7 @@ def test_draining_refuses_the_new_and_finishes_the_old() -> None:
     core.add(request("new"))
     outputs = run(core)
     assert ends(outputs) == {"old": [FinishReason.LENGTH], "new": [FinishReason.ERROR]}
-    assert [o.extensions for o in outputs if o.request_id == "new"] == [{ERROR_CODE: "not_ready"}]
+    assert [o.extensions for o in outputs if o.request_id == "new"] == [{ERROR_CODE: "EngineNotReadyError"}]
 
 
 @pytest.mark.parametrize(

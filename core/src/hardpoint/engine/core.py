@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.engine.pipeline import StepPipeline
-from hardpoint.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
+from hardpoint.errors import ConfigError, EngineDeadError, EngineNotReadyError, InvalidRequestError, OverloadedError
 from hardpoint.interfaces.executor import Executor
 from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SchedulerStats
@@ -26,7 +26,7 @@ from hardpoint.plugins.report import LoadReport
 _logger = logging.getLogger("hardpoint.engine")
 
 ERROR_CODE = "error_code"
-"""Key in ``EngineOutput.extensions`` under which a refusal says what it is: ``overloaded``, ``not_ready``, ``dead``."""
+"""Key in ``EngineOutput.extensions`` under which a refusal names the class of errors that the front end is to raise."""
 
 _CHECK_S = 1.0
 """How often a busy engine looks for requests that its scheduler lost; an idle one looks at once."""
@@ -99,12 +99,13 @@ class EngineCore:
             return
         self._clients[name] = request.client_index
         if self.dead_reason is not None or self.is_draining:
-            self._refuse(name, "the engine takes no new requests", "not_ready")
+            self._refuse(name, "the engine takes no new requests", EngineNotReadyError)
             return
         try:
             ended = self.scheduler.add(request)
         except (OverloadedError, InvalidRequestError) as error:
-            self._refuse(name, str(error), "overloaded" if isinstance(error, OverloadedError) else "invalid")
+            kind = OverloadedError if isinstance(error, OverloadedError) else InvalidRequestError
+            self._refuse(name, str(error), kind)
             return
         except (Exception, SystemExit) as error:
             self.fail(error)
@@ -225,8 +226,9 @@ class EngineCore:
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (deadline, name))
 
-    def _refuse(self, name: str, message: str, code: str) -> None:
-        self._deliver([EngineOutput(name, [], FinishReason.ERROR, error=message, extensions={ERROR_CODE: code})])
+    def _refuse(self, name: str, message: str, kind: type[Exception]) -> None:
+        extensions = {ERROR_CODE: kind.__name__}
+        self._deliver([EngineOutput(name, [], FinishReason.ERROR, error=message, extensions=extensions)])
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:
@@ -260,7 +262,7 @@ class EngineCore:
         if self.dead_reason is None:
             self.dead_reason = reason
             for name in tuple(self._clients):
-                self._refuse(name, "the engine failed during this request", "dead")
+                self._refuse(name, "the engine failed during this request", EngineDeadError)
         return self.dead_reason
 
     def _worker_died(self, reason: str) -> None:

@@ -10,18 +10,12 @@ from dataclasses import dataclass, field
 from hardpoint.engine.core import ERROR_CODE
 from hardpoint.engine.input_processor import ProcessedRequest
 from hardpoint.engine.output_state import MAX_UNREAD_LOGPROBS, LogprobTexts, RequestState, SequenceState
-from hardpoint.errors import EngineDeadError, EngineNotReadyError, HardpointError, InvalidRequestError, OverloadedError
+from hardpoint.errors import HardpointError, as_raised
 from hardpoint.interfaces.request import EngineOutput, EngineOutputs, FinishReason, OutputKind
 from hardpoint.interfaces.stat_logger import RequestFinished, StepObserved, TokensEmitted
 from hardpoint.interfaces.tokenizer import Tokenizer
 
 _logger = logging.getLogger("hardpoint.engine")
-_REFUSALS: dict[str, type[HardpointError]] = {
-    "dead": EngineDeadError,
-    "overloaded": OverloadedError,
-    "not_ready": EngineNotReadyError,
-    "invalid": InvalidRequestError,
-}
 StatEvent = StepObserved | TokensEmitted | RequestFinished
 
 
@@ -121,8 +115,7 @@ class OutputProcessor:
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.error is not None:
             state.error = output.error
-            refusal = _REFUSALS.get(output.extensions.get(ERROR_CODE, ""))
-            state.failure = refusal(output.error) if refusal is not None else None
+            state.failure = as_raised(output.extensions.get(ERROR_CODE, ""), output.error)
         if used or output.pooled is not None:
             self._count(state, used, tally)
         is_read_by_parts = state.processed.params.output_kind is OutputKind.DELTA

@@ -17,11 +17,9 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
 from hardpoint.interfaces.request import POOLING_METHODS, Int32Array, PoolingParams, SamplingParams
 
-MAX_TIMEOUT_S = 24 * 3600.0
-MAX_PRIORITY = 2**31 - 1
 MAX_CHARS_PER_TOKEN = 64
 MAX_EXTENSION_BYTES = 64 * 1024
-_ParamsT = TypeVar("_ParamsT", SamplingParams, PoolingParams)
+_StructT = TypeVar("_StructT", SamplingParams, PoolingParams, RequestOptions)
 _TOO_LONG = "context_length_exceeded"
 _LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
@@ -130,19 +128,11 @@ def _check_prompt_len(num_tokens: int, limits: ModelLimits, room: int) -> None:
 
 
 def validate_options(options: RequestOptions) -> None:
-    if not isinstance(options, RequestOptions):
-        raise _refuse(f"options must be RequestOptions, not {type(options).__name__}", "options", "invalid_type")
-    priority, timeout = options.priority, options.timeout_s
-    if not _is_int(priority) or abs(priority) > MAX_PRIORITY:
-        raise _refuse(f"priority is {_shown(priority)}; it must be an integer of at most ±{MAX_PRIORITY}", "priority")
-    is_number = _is_int(timeout) or isinstance(timeout, float)
-    if timeout is not None and not (is_number and 0 < timeout <= MAX_TIMEOUT_S):
-        raise _refuse(f"timeout_s is {_shown(timeout)}; it must be above 0 and up to {MAX_TIMEOUT_S:g}", "timeout_s")
+    _typed(options, RequestOptions, "options")
     if options.tenant != "":
         _check_label(options.tenant, "tenant")
-    if (name := options.external_id) is not None:
-        _check_text(name, "external_id")
-        _require(len(name) <= 256, f"external_id has {len(name)} characters; at most 256", "external_id")
+    if options.external_id is not None:
+        _check_text(options.external_id, "external_id")
     _require(options.adapter is None, "this engine serves no adapters", "adapter", "unsupported")
     _require(not options.extensions, "this engine takes no request extensions", "extensions", "unsupported")
 
@@ -151,10 +141,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _typed(params: Any, kind: type[_ParamsT]) -> _ParamsT:
+def _typed(params: Any, kind: type[_StructT], what: str = "params") -> _StructT:
     """Struct constructors check neither types nor ranges; converting the fields does, and makes lists tuples."""
     if not isinstance(params, kind):
-        raise _refuse(f"params must be {kind.__name__}, not {type(params).__name__}", "params", "invalid_type")
+        raise _refuse(f"{what} must be {kind.__name__}, not {type(params).__name__}", what, "invalid_type")
     fields = msgspec.structs.asdict(params)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = (fields["stop"],)
@@ -162,7 +152,7 @@ def _typed(params: Any, kind: type[_ParamsT]) -> _ParamsT:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         found = _PATH.search(str(error))
-        param = found[1] if found else "params"
+        param = found[1] if found else what
         fault = str(error).partition(" - at ")[0]
         code = "invalid_value" if {*"<>"}.intersection(fault) else "invalid_type"
         raise _refuse(f"{param} is {_shown(fields.get(param))}: {fault}", param, code) from None

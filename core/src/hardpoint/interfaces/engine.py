@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import FinishReason, Float32Array, PoolingParams, SamplingParams, SchedulerStats
@@ -22,17 +25,16 @@ class Prompt:
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(msgspec.Struct, frozen=True):
     """Per-request settings that are not sampling. ``timeout_s`` counts from arrival; ``external_id`` is for logs
     only."""
 
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=1 - 2**31, le=2**31 - 1)] = 0
     tenant: str = ""
-    timeout_s: float | None = None
-    external_id: str | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=24 * 3600)] | None = None
+    external_id: Annotated[str, Meta(max_length=256)] | None = None
     adapter: str | None = None
-    extensions: dict[str, Any] = field(default_factory=dict)
+    extensions: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
