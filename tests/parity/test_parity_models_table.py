@@ -23,34 +23,39 @@ from model_cases import CASES
 from workspace import ROOT
 
 
-def test_the_table_has_the_cases_and_each_mode_is_within_its_limit() -> None:
+def test_each_mode_on_the_page_is_within_its_limit() -> None:
     rows = read_page()
-    assert list(rows) == [(case.architecture, case.name) for case in CASES]
     over = [(key, mode) for key, cells in rows.items() for mode, cell in cells.items() if cell.verdict is Verdict.OVER]
     assert over == []
 
 
 def test_tests_with_real_weights_exist() -> None:
-    text = PAGE.read_text(encoding="utf-8")
     for one in REAL_WEIGHTS:
         path, _, name = one.test.partition("::")
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert one.test in text
-        assert one.claim in text
 
 
 @pytest.mark.slow
-def test_every_architecture_has_a_row() -> None:
-    """In the slow tier, so that an architecture may land a commit before its row."""
-    assert sorted({architecture for architecture, _ in read_page()}) == model_architectures()
+def test_every_architecture_has_its_rows() -> None:
+    """In the slow tier, so that an architecture may land a commit before its rows, which take minutes to compute."""
+    assert list(read_page()) == [(case.architecture, case.name) for case in CASES]
+    assert sorted({case.architecture for case in CASES}) == model_architectures()
+    text = PAGE.read_text(encoding="utf-8")
+    assert [one.model for one in REAL_WEIGHTS if one.test not in text or one.claim not in text] == []
+
+
+ON_TWO_WORKERS = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")
+"""Starting workers takes longer than all the rest, so the others are divided only when the page is written."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_run_now_comes_to_the_same() -> None:
-    reports = run_cases()
-    assert [str(report) for report in reports if not report.is_ok] == []
+    reports = run_cases(modes=[mode for mode in MODES if mode != "tp2"])
+    plain = [case for case in CASES if case.architecture in ON_TWO_WORKERS and case.name == "plain"]
+    reports += run_cases(plain, ["tp2"])
+    assert [str(report) for report in reports if report.faults] == []
     advice = "run: python tests/support/generate_models_table.py --write"
     assert differences(reports) == [], advice
 

@@ -102,6 +102,12 @@ REAL_WEIGHTS = (
         "64 greedy tokens of four prompts, one longer than its window, are those of `transformers` on the same file",
         "tests/parity/test_parity_gemma3.py::test_the_real_model_gives_the_tokens_of_transformers",
     ),
+    RealWeights(
+        "all-MiniLM-L6-v2",
+        "BertModel",
+        "embeddings through the engine are those of `transformers`, to 1e-5 in cosine distance",
+        "tests/parity/test_parity_minilm.py::test_embeddings_through_the_engine",
+    ),
 )
 
 
@@ -110,28 +116,30 @@ def model_architectures() -> list[str]:
     return sorted(name for dist in plugin_distributions() for name in dist.entry_points.get("hardpoint.model.v1", {}))
 
 
-def run_cases(cases: Iterable[ParityCase] = CASES) -> list[ParityReport]:
-    """Run ``cases`` in all modes."""
+def run_cases(cases: Iterable[ParityCase] = CASES, modes: Sequence[str] = MODES) -> list[ParityReport]:
+    """Run ``cases`` in ``modes``."""
     transformers.utils.logging.disable_progress_bar()
     # Engines collect garbage when they end: going through all imported libraries each time takes longer than the rest.
     gc.collect()
     gc.freeze()
     try:
-        return [_run(case) for case in cases]
+        return [_run(case, modes) for case in cases]
     finally:
         gc.unfreeze()
 
 
-def _run(case: ParityCase) -> ParityReport:
+def _run(case: ParityCase, modes: Sequence[str]) -> ParityReport:
     with tempfile.TemporaryDirectory() as folder:
-        return run_parity(case, Path(folder))
+        return run_parity(case, Path(folder), modes=modes)
 
 
 def rows_of(reports: Iterable[ParityReport]) -> Rows:
-    return {
-        (report.architecture, report.name): {result.mode: Cell.of(result) for result in report.results}
-        for report in reports
-    }
+    """Several reports of one case, in other modes, are one row."""
+    found: dict[tuple[str, str], dict[str, Cell]] = {}
+    for report in reports:
+        cells = {result.mode: Cell.of(result) for result in report.results}
+        found.setdefault((report.architecture, report.name), {}).update(cells)
+    return found
 
 
 def read_page() -> Rows:

@@ -56,10 +56,57 @@ _DEEPSEEK: Mapping[str, Any] = {
     "moe_intermediate_size": 20,
     "first_k_dense_replace": 1,
 }
+_MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "num_hidden_layers": 3}
+_BAMBA: Mapping[str, Any] = {**_MIXER, "attn_layer_indices": [1]}
+_GRANITE: Mapping[str, Any] = {
+    **_MIXER,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 4,
+    "shared_intermediate_size": 32,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 5.0,
+}
+_KEEPS_STATES: Mapping[str, Any] = {"prefix": {"worker": {"torch": {"recurrent_states": "align"}}}}
+"""Without states kept at the ends of blocks no prefix can be found again."""
 _ROUTED: Mapping[str, float] = {"bfloat16": 0.1}
 """Rounding may choose another expert, which changes all that follows."""
 
 CASES: tuple[ParityCase, ...] = (
+    ParityCase("BambaForCausalLM", _BAMBA, plugins=_KEEPS_STATES),
+    ParityCase(
+        "BambaForCausalLM",
+        {
+            **_BAMBA,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 5,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "time_step_limit": (0.01, 0.9),
+        },
+        "odd states, groups, biases, tied, limited time steps",
+        plugins=_KEEPS_STATES,
+    ),
+    ParityCase(
+        "BertForMaskedLM",
+        {
+            "hidden_size": 36,
+            "num_attention_heads": 12,
+            "intermediate_size": 42,
+            "vocab_size": 97,
+            "type_vocab_size": 3,
+            "hidden_act": "relu",
+        },
+        "odd sizes",
+    ),
+    ParityCase("BertModel"),
     ParityCase(
         "DeepseekV2ForCausalLM",
         {**_DEEPSEEK, "topk_method": "greedy", "n_group": None, "topk_group": None},
@@ -71,8 +118,8 @@ CASES: tuple[ParityCase, ...] = (
         {
             **_DEEPSEEK,
             "q_lora_rank": None,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
             "kv_lora_rank": 18,
             "qk_nope_head_dim": 12,
             "qk_rope_head_dim": 6,
@@ -85,7 +132,7 @@ CASES: tuple[ParityCase, ...] = (
             "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
         },
         "odd sizes, queries whole, biases, tied, YaRN",
-        limits=_ROUTED,
+        limits={"bfloat16": 0.3},
     ),
     ParityCase("Gemma3ForCausalLM", _GEMMA3),
     ParityCase(
@@ -100,6 +147,22 @@ CASES: tuple[ParityCase, ...] = (
         },
         "one full layer in six, one KV head, capped logits, two rotations",
         limits={"bfloat16": 0.1},
+    ),
+    ParityCase("GraniteMoeHybridForCausalLM", _GRANITE, plugins=_KEEPS_STATES, limits=_ROUTED),
+    ParityCase(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_expand": 1,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "no experts, rotation, groups, one KV head, biases, tied",
+        plugins=_KEEPS_STATES,
     ),
     ParityCase("LlamaForCausalLM"),
     ParityCase(

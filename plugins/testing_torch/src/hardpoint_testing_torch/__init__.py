@@ -9,7 +9,7 @@ from hardpoint_testing_torch.attention_problems import (
 )
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
-from hardpoint_testing_torch.engine_parity import MODES, EngineParity, ParityCase, run_parity
+from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.fake_streams import FakeStreams, PromisingExecutor
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
@@ -20,6 +20,7 @@ from hardpoint_testing_torch.local_driver import LocalDriver, build_model, creat
 from hardpoint_testing_torch.logits_processor_suite import LogitsProcessorSuite
 from hardpoint_testing_torch.model_suite import ModelSuite
 from hardpoint_testing_torch.parity import ParityHarness, check_parity, measure_parity, relative_error
+from hardpoint_testing_torch.parity_case import MODES, ParityCase
 from hardpoint_testing_torch.parity_report import ModeResult, ParityReport, Verdict
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
@@ -34,7 +35,6 @@ __all__ = [
     "AttentionProblem",
     "AttentionShape",
     "CustomOpSuite",
-    "EngineParity",
     "FakeGraph",
     "FakeGraphBackend",
     "FakeStreams",

@@ -11,7 +11,8 @@ from typing import Any
 
 import transformers
 
-from hardpoint_testing_torch.engine_parity import MODES, ParityCase, run_parity
+from hardpoint_testing_torch.engine_parity import run_parity
+from hardpoint_testing_torch.parity_case import MODES, ParityCase
 
 __all__ = ["main"]
 

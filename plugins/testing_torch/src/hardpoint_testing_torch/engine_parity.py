@@ -13,73 +13,31 @@ sees prompt and generated tokens in one forward.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
-from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.interfaces import PositionLogprobs, RequestOutput
+from hardpoint_testing_torch.encoder_parity import EncoderParity
 from hardpoint_testing_torch.parity import TIE_GAP
+from hardpoint_testing_torch.parity_case import MAX_BFLOAT16_ERROR, MODES, TENSOR_PARALLEL, EngineParity, ParityCase
 from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
-from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
-from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
 
-__all__ = ["MAX_BFLOAT16_ERROR", "MODES", "EngineParity", "ParityCase", "run_parity"]
+__all__ = ["GenerationParity", "run_parity"]
 
-MODES = ("prefill", "chunk", "decode", "batch", "prefix", "preempt", "tp2", "bfloat16")
-MAX_BFLOAT16_ERROR = 3e-2
 NUM_TOKENS = 64
 CHUNKS = (1, 3, 4, 17)
-SETTINGS: Mapping[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 192,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 256,
-    "num_kv_blocks": 2000,
-    "prefix_caching": False,
-}
-TENSOR_PARALLEL: Mapping[str, Any] | None = None
-"""Settings that divide a model between two workers; None while no plugin here can."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParityCase:
-    """A configuration of an architecture to compare.
+class GenerationParity(EngineParity):
+    """Models that generate: log-probabilities and greedy tokens."""
 
-    Attributes:
-        architecture: the name in ``config.json``, which is that of the plugin and of the class in ``transformers``.
-        config: fields that differ from ``TINY_SIZES``.
-        name: tells the configurations of one architecture apart.
-        settings: of the engine, where the architecture needs other ones.
-        skipped: mode to the reason why it does not apply.
-        limits: mode to the largest error allowed, where that is not the usual one.
-    """
-
-    architecture: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "plain"
-    block_size: int = 4
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
-
-
-class EngineParity:
-    """One case beside its oracle; the checkpoint is made in ``folder``. Raises ``ValueError`` for an unknown mode."""
-
-    def __init__(self, case: ParityCase, folder: Path, *, seed: int = 0) -> None:
-        self.case = case
-        self._folder = folder
-        self._seed = seed
-        self._random = random.Random(seed)
-        self._tiny = self._checkpoint(torch.float32)
-        self._runs: Mapping[str, Callable[[], ModeResult]] = {
+    def runs(self) -> Mapping[str, Callable[[], ModeResult]]:
+        return {
             "prefill": self._prefill,
             "chunk": self._chunk,
             "decode": self._decode,
@@ -90,32 +48,24 @@ class EngineParity:
             "bfloat16": self._bfloat16,
         }
 
-    def run(self, mode: str) -> ModeResult:
-        """Compute and compare in one of ``MODES``."""
-        if mode not in self._runs:
-            raise ValueError(f"mode {mode!r} is unknown; there are {', '.join(self._runs)}")
-        if mode in self.case.skipped:
-            return ModeResult(mode, note=self.case.skipped[mode])
-        return self._runs[mode]()
-
     def _prefill(self) -> ModeResult:
         """Whole prompts, one at a time: logits of all their positions."""
-        with self._engine() as llm:
+        with self._engine("prefill") as llm:
             outputs = [_ask(llm, [prompt], 1, echoes=True)[0] for prompt in self._prompts(1, 4, 5, 45)]
         return self._compare("prefill", outputs)
 
     def _chunk(self) -> ModeResult:
         """Prompts in steps of several sizes, that of a block among them: logits of all their positions."""
-        prompts = self._prompts(45, 30)
+        prompts = self._prompts(30, 17)
         outputs = []
         for size in CHUNKS:
-            with self._engine(max_num_batched_tokens=size, max_num_seqs=1) as llm:
+            with self._engine("chunk", max_num_batched_tokens=size, max_num_seqs=1) as llm:
                 outputs += _ask(llm, prompts, 3, echoes=True)
         return self._compare("chunk", outputs)
 
     def _decode(self) -> ModeResult:
         """Greedy answers, one request at a time: logits of each generated token."""
-        with self._engine() as llm:
+        with self._engine("decode") as llm:
             outputs = [_ask(llm, [prompt], NUM_TOKENS)[0] for prompt in self._prompts(6, 1, 13)]
         return self._compare("decode", outputs)
 
@@ -123,14 +73,14 @@ class EngineParity:
         """Twice as many requests as places, of all lengths: prefills beside decodes, joining and leaving."""
         prompts = self._prompts(30, 7, 18, 1, 40, 5, 22, 12)
         counts = [NUM_TOKENS, 9, 20, NUM_TOKENS, 1, 33, 40, 50]
-        with self._engine(max_num_batched_tokens=24) as llm:
+        with self._engine("batch", max_num_batched_tokens=24) as llm:
             outputs = _ask(llm, prompts, counts, echoes=True)
         return self._compare("batch", outputs)
 
     def _prefix(self) -> ModeResult:
         """The same prompt again, and others that begin like it: what is cached is not computed again."""
         shared, *tails = self._prompts(41, 9, 2)
-        with self._engine(prefix_caching=True) as llm:
+        with self._engine("prefix", prefix_caching=True) as llm:
             cold = _ask(llm, [shared], 16)
             warm = _ask(llm, [shared, *([*shared, *tail] for tail in tails)], NUM_TOKENS)
         if not all(output.num_cached_tokens > 0 for output in warm):
@@ -142,7 +92,7 @@ class EngineParity:
         """Everybody is thrown out again and again, and computed anew from the first token on."""
         outputs: dict[int, RequestOutput] = {}
         prompts = self._prompts(30, 6, 17, 33)
-        with self._engine() as llm:
+        with self._engine("preempt") as llm:
             params = _params(llm, NUM_TOKENS)
             stream = llm.stream([Prompt(token_ids=prompt) for prompt in prompts], params)
             for count, (index, output) in enumerate(stream):
@@ -155,10 +105,8 @@ class EngineParity:
         return self._compare("preempt", list(outputs.values()))
 
     def _tensor_parallel(self) -> ModeResult:
-        """Two workers, each with its share of every layer."""
-        if TENSOR_PARALLEL is None:
-            return ModeResult("tp2", note="no plugin divides a model between workers")
-        with self._engine(**TENSOR_PARALLEL) as llm:
+        """Two worker processes, each with its share of every layer."""
+        with self._engine("tp2", **TENSOR_PARALLEL) as llm:
             outputs = _ask(llm, self._prompts(6, 30, 13), NUM_TOKENS, echoes=True)
         return self._compare("tp2", outputs)
 
@@ -169,37 +117,14 @@ class EngineParity:
         together, root mean square over root mean square.
         """
         tiny = self._checkpoint(torch.bfloat16)
-        with self._engine(tiny, dtype="bfloat16") as llm:
+        with self._engine("bfloat16", tiny, dtype="bfloat16") as llm:
             outputs = _ask(llm, self._prompts(6, 30, 13), 24, echoes=True)
         answers = [_Answer.of(output) for output in outputs]
         pairs = [answer.centered(tiny.logits(answer.tokens[:-1])) for answer in answers]
         found, expected = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         error = float((found - expected).norm() / expected.norm())
-        limit = self.case.limits.get("bfloat16", MAX_BFLOAT16_ERROR)
+        limit = self.limit("bfloat16", MAX_BFLOAT16_ERROR)
         return ModeResult("bfloat16", error, limit, len(found))
-
-    def _checkpoint(self, dtype: torch.dtype) -> TinyModel:
-        folder = self._folder / str(dtype).removeprefix("torch.")
-        folder.mkdir(parents=True)
-        tiny = make_tiny_model(self.case.architecture, folder, seed=self._seed, dtype=dtype, **self.case.config)
-        write_tiny_tokenizer(folder, tiny.info.vocab_size)
-        return tiny
-
-    @contextmanager
-    def _engine(self, tiny: TinyModel | None = None, **changes: Any) -> Iterator[LLM]:
-        tiny = tiny if tiny is not None else self._tiny
-        settings = {**SETTINGS, "block_size": self.case.block_size, **self.case.settings, **changes}
-        # Validated from plain values, as a file would be.
-        document = {
-            "engines": {"tiny": EngineConfig.sections(str(tiny.folder), **settings)},
-            "server": {"max_logprobs": tiny.info.vocab_size},
-        }
-        with LLM.from_config(AppConfig.model_validate(document)) as llm:
-            yield llm
-
-    def _prompts(self, *lengths: int) -> list[list[int]]:
-        size = self._tiny.info.vocab_size
-        return [[self._random.randrange(size) for _ in range(length)] for length in lengths]
 
     def _compare(self, mode: str, outputs: Sequence[RequestOutput]) -> ModeResult:
         error, positions, differences = 0.0, 0, 0
@@ -209,7 +134,7 @@ class EngineParity:
             error = max(error, answer.error(logits))
             positions += len(answer.rows)
             differences += answer.num_differences(logits)
-        return ModeResult(mode, error, self.case.limits.get(mode, MAX_RELATIVE_ERROR), positions, differences)
+        return ModeResult(mode, error, self.limit(mode, MAX_RELATIVE_ERROR), positions, differences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,5 +205,6 @@ def run_parity(case: ParityCase, folder: Path, *, modes: Iterable[str] = MODES, 
 
     Raises what the engine raises for a model that it cannot load or run.
     """
-    parity = EngineParity(case, folder, seed=seed)
+    generates = getattr(transformers, case.architecture).can_generate()
+    parity = (GenerationParity if generates else EncoderParity)(case, folder, seed=seed)
     return ParityReport(case.architecture, case.name, tuple(parity.run(mode) for mode in modes))

@@ -1,0 +1,77 @@
+"""``--loader dummy``: every architecture runs without weights, on the same made-up ones each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from hardpoint import LLM, Prompt, SamplingParams
+from hardpoint.config import AppConfig, EngineConfig
+from hardpoint.errors import UnsupportedModelError
+from hardpoint.interfaces import PositionLogprobs
+from hardpoint_testing_torch import ParityCase, write_tiny_tokenizer
+from hardpoint_testing_torch.tiny_models import TINY_SIZES
+from model_cases import CASES
+
+QUICK = ("MixtralForCausalLM",)
+PLAIN = {case.architecture: case for case in reversed(CASES)}
+"""The first case of each architecture."""
+PROMPT = Prompt(token_ids=[3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def write_config(case: ParityCase, folder: Path) -> Path:
+    """``config.json`` and a tokenizer, and nothing else."""
+    config = getattr(transformers, case.architecture).config_class(**{**TINY_SIZES, **case.config})
+    config.architectures = [case.architecture]
+    config.save_pretrained(folder)
+    write_tiny_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def answer(folder: Path, *, seed: int = 0, dtype: str = "float32", **settings: Any) -> list[float]:
+    """Log-probabilities of a short greedy answer, or an embedding."""
+    limits = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, "num_kv_blocks": 400}
+    document = {
+        "engines": {"tiny": EngineConfig.sections(str(folder), loader="dummy", dtype=dtype, **limits, **settings)},
+        "plugins": {"weight_loader": {"dummy": {"seed": seed, "scale": 0.2}}},
+    }
+    with LLM.from_config(AppConfig.model_validate(document)) as llm:
+        if "Bert" in folder.name:
+            return [float(value) for value in llm.embed(PROMPT)[0].embedding]
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
+        (output,) = llm.generate(PROMPT, params)
+    positions: tuple[PositionLogprobs, ...] = output.outputs[0].logprobs or ()
+    return [one.logprob for position in positions for one in position.top]
+
+
+def is_slow(architecture: str) -> Any:
+    return pytest.param(architecture, marks=() if architecture in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("architecture", [is_slow(architecture) for architecture in sorted(PLAIN)])
+def test_made_up_weights_are_the_same_each_time_and_others_by_another_seed(architecture: str, tmp_path: Path) -> None:
+    folder = write_config(PLAIN[architecture], tmp_path / architecture)
+    first, again, other = (answer(folder, seed=seed) for seed in (1, 1, 2))
+    assert first
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_take_their_shares_of_the_same_tensors(tmp_path: Path) -> None:
+    folder = write_config(PLAIN["MixtralForCausalLM"], tmp_path / "mixture")
+    alone = answer(folder)
+    assert answer(folder, executor="multiproc", tensor_parallel_size=2) == pytest.approx(alone, abs=1e-5)
+
+
+def test_an_architecture_without_a_plugin_is_refused_all_the_same(tmp_path: Path) -> None:
+    """Nobody could say which weights to make up."""
+    folder = write_config(PLAIN["LlamaForCausalLM"], tmp_path / "ghost")
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "GhostForCausalLM"))
+    with pytest.raises(UnsupportedModelError, match="GhostForCausalLM"):
+        answer(folder)
