@@ -31,6 +31,7 @@ from hardpoint.plugins.kinds import no_candidate
 from hardpoint.plugins.manifest import load_manifest
 from hardpoint.plugins.plan import PluginPlan, SelectedBy
 from hardpoint.plugins.platform_selection import select_platform
+from hardpoint.plugins.records import DiscoveredPlugin
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection, parse_pins
@@ -90,11 +91,15 @@ def start_runtime(
 ) -> PluginRuntime:
     """Plan, choose and create the platform, and take this process's share.
 
-    A process that is not the engine itself serves: only it may open routes.
+    A process that is not the engine itself serves: only it may open routes. An executor that no plugin is called may
+    be the path of a class, which joins the plan like a plugin, of no distribution.
     """
-    installed = discover()
-    serves = ProcessRole.ENGINE not in roles
-    selection = plugin_selection(config, engine, environ, serves=serves)
+    installed, name = discover(), engine.execution.executor or ""
+    if {".", ":"} & set(name) and name not in {plugin.name for plugin in installed.of("executor")}:
+        path = name if ":" in name else ":".join(name.rsplit(".", 1))
+        named = DiscoveredPlugin("executor", name, 1, "", "by name", path, "")
+        installed = msgspec.structs.replace(installed, plugins=(*installed.plugins, named))
+    selection = plugin_selection(config, engine, environ, serves=ProcessRole.ENGINE not in roles)
     plan = build_plan(installed, selection)
     runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
     HookRunner.from_runtime(runtime)  # Before anything that may touch hardware or import a framework.
@@ -139,11 +144,12 @@ def prepare(
             _logger.debug("plugin %s: %s", planned.label, planned.reason)
     limits = _limits(engine, settings, info)
     require_capabilities(plan, limits)
+    threads = runtime.platform.thread_plan(settings.world_size, environ)  # type: ignore[union-attr]
     spec = EngineSpec(
         model_name=name,
         plan=plan.to_bytes(),
         model=info,
-        worker_config=_worker_config(engine, settings, info, limits, runtime, environ, show_progress),
+        worker_config=_worker_config(engine, settings, info, limits, threads=threads, show_progress=show_progress),
         limits=limits,
         model_limits=ModelLimits(
             info.vocab_size,
@@ -315,24 +321,11 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
 
 
 def _worker_config(
-    engine: EngineConfig,
-    settings: EngineSettings,
-    info: ModelInfo,
-    limits: SchedulerLimits,
-    runtime: PluginRuntime,
-    environ: dict[str, str],
-    show_progress: bool,
+    engine: EngineConfig, settings: EngineSettings, info: ModelInfo, limits: SchedulerLimits, **own: Any
 ) -> WorkerConfig:
-    platform: Platform = runtime.platform  # type: ignore[assignment]
-    settled = {**_flat(engine), **msgspec.structs.asdict(settings), **msgspec.structs.asdict(limits)}
-    own = {
-        "model": info,
-        "threads": platform.thread_plan(settings.world_size, environ),
-        "parallel": msgspec.convert(settled, ParallelSlice),
-        "quantization": engine.model.quantization,
-        "show_progress": show_progress,
-    }
-    return msgspec.convert(settled | own, WorkerConfig)
+    settled = {**_flat(engine), **msgspec.structs.asdict(settings), **msgspec.structs.asdict(limits), **own}
+    settled |= {"model": info, "parallel": msgspec.convert(settled, ParallelSlice)}
+    return msgspec.convert({**settled, "quantization": engine.model.quantization}, WorkerConfig)
 
 
 def _read_template(path: str | None) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hardpoint.config.units import Bytes, Count
+from hardpoint.interfaces.executor import Executor
 from hardpoint.plugins.selection import DEFAULT_ENDPOINTS
 
 
@@ -101,7 +102,7 @@ class ExecutionConfig(_Section):
     platform: str | None = None
     """platform (plugin name); found by probing by default"""
     executor: str | None = None
-    """executor (plugin name); the platform decides by default"""
+    """executor (plugin name, or package.module:Class); the platform decides by default"""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """number of ranks that share every layer"""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -114,6 +115,16 @@ class ExecutionConfig(_Section):
     """seed of unseeded sampling"""
     batch_invariant: bool = False
     """same tokens whatever the neighbors in the batch"""
+
+    @field_validator("executor", mode="before")
+    @classmethod
+    def _as_name(cls, given: Any) -> Any:
+        """Classes travel by their names, so that a process of its own can import them."""
+        if not isinstance(given, type):
+            return {"mp": "multiproc", "uni": "uniproc"}.get(str(given), given)
+        if not issubclass(given, Executor):
+            raise TypeError(f"executor={given!r} is no subclass of hardpoint.interfaces.Executor")
+        return f"{given.__module__}:{given.__qualname__}"
 
 
 class EngineConfig(_Section):

@@ -15,6 +15,7 @@ from hardpoint.plugins.hooks import HookRunner
 from hardpoint.plugins.runtime import PluginRuntime
 
 _logger = logging.getLogger("hardpoint.engine")
+_STAGED = "supports_pipeline_parallel"
 
 
 def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
@@ -23,6 +24,12 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
     Raises what loading raises: configuration, plugin and model errors.
     """
     started = time.monotonic()
+    planned, factory, declared = runtime.load_factory("executor", runtime.plan.selected("executor").name)
+    if not planned.distribution and not (isinstance(factory, type) and issubclass(factory, Executor)):
+        raise ConfigError(f"executor {planned.name} is no subclass of hardpoint.interfaces.Executor; change --executor")
+    staged = declared.capabilities.get(_STAGED, getattr(factory, _STAGED, False))
+    if spec.worker_config.parallel.pipeline_parallel_size > 1 and not staged:
+        raise ConfigError(f"{planned.label} runs no pipeline; set --pipeline-parallel-size 1 or change --executor")
     fields = {"config": spec.worker_config, "plan": spec.plan, "runtime_dir": spec.runtime_dir}
     worker = runtime.plan.selected("worker").name
     executor: Executor = runtime.make_selected("executor", ExecutorContext, worker=worker, **fields)

@@ -41,7 +41,7 @@ class PlannedPlugin(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """How messages name the plugin and where it comes from."""
-        return f"{self.kind}:{self.name} ({self.distribution} {self.version})"
+        return f"{self.kind}:{self.name} ({f'{self.distribution} {self.version}'.strip()})"
 
 
 class PluginPlan(msgspec.Struct, frozen=True):

@@ -94,7 +94,7 @@ class PluginRuntime:
         faults = []
         if self.plan.core_version != __version__:
             faults.append(f"the core is {__version__}, the plan was made by {self.plan.core_version}")
-        mine = [planned for planned in self.plan.plugins if self._permits(planned.kind)]
+        mine = [planned for planned in self.plan.plugins if planned.distribution and self._permits(planned.kind)]
         found = (installed or discover()).plugins if mine else ()
         here = {(plugin.kind, plugin.name, plugin.distribution): plugin for plugin in found}
         for planned in mine:
