@@ -179,7 +179,7 @@ def test_the_platform_adds_entries_and_replaces_none() -> None:
         scopes.complete(facts(extras={"stream": 2}))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.sampled_from([None, 4]))
 def test_experts_that_skip_padding_change_no_real_row(is_padding: list[bool], shared: int | None) -> None:
     """R4.66: wherever padding stands, and whatever it holds; True marks padding."""
@@ -205,3 +205,40 @@ def test_no_expert_computes_padding() -> None:
     assert sum(seen) == 2 * ROUTING.num_chosen
     with set_forward_context(facts(0, padding_mask=torch.ones(5, dtype=torch.bool))):
         assert not layer(torch.ones(5, 8)).any()
+
+
+@pytest.mark.slow
+def test_compiled_code_knows_no_layer_by_name() -> None:
+    """R4.67: what is compiled for one mixture of experts serves all of them, each in its turn."""
+    stack = MixtureStack(["a", "b", "c"])
+    scopes = ForwardScopes(static=static(stack))
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    expected = stack(hidden)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=keep, fullgraph=True)
+    def block(layer: torch.nn.Module, given: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = given + layer(given)
+        return result
+
+    mask = torch.tensor([False, False, False, True])
+    with scopes.enter(facts(3, padding_mask=mask)) as active:
+        given = hidden
+        for layer in stack.layers:
+            given = block(layer, given)
+        assert active.moe_turns is not None
+        assert active.moe_turns.index == 3
+    torch.testing.assert_close(given[:3], expected[:3], rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    assert "next_mixture" in graphs[0].code
+    with (
+        pytest.raises(RuntimeError, match="lists none; enter forwards through ForwardScopes"),
+        set_forward_context(facts(4)),
+    ):
+        block(stack.layers[0], hidden)
+    torch.compiler.reset()

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
 from hardpoint_torch_runtime.forward_context import get_forward_context, has_forward_context
 from hardpoint_torch_runtime.layers.linear import LinearFactory, MergedColumnParallelLinear, RowParallelLinear
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
+from hardpoint_torch_runtime.ops.registry import OPERATORS
 
 __all__ = ["ExpertMLP", "MixtureOfExperts", "MixtureSizes", "RoutedExperts"]
 
@@ -115,17 +117,46 @@ class MixtureOfExperts(UncompiledLayer):
             )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            # Neither this layer nor its name is part of what is compiled, which so serves every layer (R4.67).
+            mixed: torch.Tensor = next_mixture(hidden)
+            return mixed
+        if not has_forward_context():
+            return self.mix(hidden)
+        context = get_forward_context()
+        if context.moe_turns is not None:
+            context.moe_turns.take(self.name)
+        return self.mix(hidden, context.padding_mask)
+
+    def mix(self, hidden: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer itself, without asking whose turn it is; ``padding`` bool [T]."""
         weights, chosen = self.gate(hidden)
-        output = self.experts(hidden, weights, chosen, self._padding())
+        output = self.experts(hidden, weights, chosen, padding)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden)
         return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
 
-    def _padding(self) -> torch.Tensor | None:
-        """Takes this layer's turn, where turns are kept, and says which tokens are padding."""
-        if not has_forward_context():
-            return None
-        context = get_forward_context()
-        if context.moe_turns is not None:
-            context.moe_turns.take(self.name)
-        return context.padding_mask
+
+def _mix_next(hidden: torch.Tensor) -> torch.Tensor:
+    """The mixture whose turn it is. Raises ``RuntimeError`` where the forward context lists none."""
+    context = get_forward_context()
+    if context.moe_turns is None:
+        raise RuntimeError(
+            "compiled code runs a mixture of experts, but the forward context lists none; enter forwards through "
+            "ForwardScopes(static=StaticContext.of(model))"
+        )
+    layer = context.uncompiled_layers[context.moe_turns.take()]
+    if not isinstance(layer, MixtureOfExperts):
+        raise TypeError(f"it is the turn of a {type(layer).__name__}, which is no mixture of experts")
+    return layer.mix(hidden, context.padding_mask)
+
+
+_OPERATOR = CustomOperator(
+    "next_mixture",
+    {ANY_DEVICE: _mix_next},
+    fake=torch.empty_like,
+    samples=lambda device: (),
+    schema="(Tensor hidden) -> Tensor",
+)
+next_mixture = OPERATORS.register(CustomOps((_OPERATOR,)), "hardpoint-torch-runtime")[_OPERATOR.name]
+"""[T, C] to [T, C] by the mixture of experts whose turn it is."""
