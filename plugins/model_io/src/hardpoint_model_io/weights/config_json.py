@@ -16,6 +16,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 MAX_VALUE = 1 << 31
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+_DECODER_POOLING = {"pooling_method": "last", "normalizes": True, "other_modules": []}
+"""How models that generate embed: their last state alone has seen the whole text."""
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -55,8 +57,15 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
         eos_token_ids=_end_tokens(generation, config, text, vocab_size, artifact.root),
         bos_token_id=bos[0] if bos else None,
         generation=generation,
-        tasks=("generate", "embed") if architecture.endswith(_GENERATIVE_SUFFIXES) else ("embed",),
+        tasks=_tasks(architecture, sentence),
     )
+
+
+def _tasks(architecture: str, sentence: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """``sentence``: what the folder's files say about embeddings. No embeddings are better than others than those."""
+    if not architecture.endswith(_GENERATIVE_SUFFIXES):
+        return ("embed",)
+    return ("generate", "embed") if sentence in (None, _DECODER_POOLING) else ("generate",)
 
 
 def _architecture(config: Mapping[str, Any], path: str) -> str:
