@@ -141,7 +141,8 @@ class ForwardContext:
             while memory is profiled: attention then writes zeros and touches no cache. Empty where ``half_metadata``
             is set: layers run in the scope of one half.
         slot_mapping: int64 [T] per layer, -1 where nothing is written; layers of one group share one tensor.
-        kv_caches: [blocks, KV heads, block size, 2 * head size] per layer, keys before values in the last dimension.
+        kv_caches: [blocks, KV heads, block size, 2 * head size] per layer, keys before values in the last dimension;
+            of latent layers [blocks, 1, block size, head size], since the values are in the keys.
         states: for a recurrent layer the tensors of its states, each [blocks, *shape], beside their bytes in
             ``kv_caches``.
         num_tokens: tokens of the step without padding.
