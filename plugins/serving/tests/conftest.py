@@ -20,6 +20,7 @@ from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app
 from hardpoint.server.run import HttpServer
 from hardpoint.testing import FakeEngineClient
+from hardpoint_serving.embeddings import create as create_embeddings
 from hardpoint_serving.openai import OpenAIOptions
 from hardpoint_serving.openai import create as create_openai
 from hardpoint_serving.ops import create as create_ops
@@ -67,7 +68,11 @@ def build_app(
         facts=ServerFacts("0.1", 1_700_000_000, config.max_body_bytes, request_timeout_s=request_timeout_s),
         exporters=exporters,
     )
-    endpoints = {"openai": create_openai(context, options or OpenAIOptions()), "ops": create_ops(context, NoOptions())}
+    endpoints = {
+        "openai": create_openai(context, options or OpenAIOptions()),
+        "ops": create_ops(context, NoOptions()),
+        "embeddings": create_embeddings(context, NoOptions()),
+    }
     return create_app(config, engines, endpoints, config.api_key), engines
 
 

@@ -13,7 +13,7 @@ from hardpoint.testing import FakeEngineClient
 from hardpoint.testing.asgi_client import Call
 from hardpoint.testing.endpoint_suite import EndpointSuite
 
-__all__ = ["TestAdmin", "TestKVEvents", "TestOpenAI", "TestOps", "TestProcess"]
+__all__ = ["TestAdmin", "TestEmbeddings", "TestKVEvents", "TestOpenAI", "TestOps", "TestProcess"]
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 5}
@@ -41,6 +41,18 @@ class TestOps(EndpointSuite):
 class TestAdmin(EndpointSuite):
     plugin: ClassVar[str | None] = "admin"
     calls: ClassVar[tuple[Call, ...]] = (Call("GET", "/admin/plugins"), Call("POST", "/admin/reset_prefix_cache"))
+
+
+class TestEmbeddings(EndpointSuite):
+    plugin: ClassVar[str | None] = "embeddings"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/v1/embeddings", {"model": "fake", "input": ["why?", "when?"]}),
+        Call("POST", "/v1/embeddings", {"input": [5, 6], "dimensions": 3, "encoding_format": "base64"}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(tasks=("embed",))
 
 
 class TestKVEvents(EndpointSuite):

@@ -14,6 +14,7 @@ from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import EngineClient, Prompt, RequestOptions
 from hardpoint.interfaces.request import OutputKind, SamplingParams
 from hardpoint_serving.openai.protocol import OFF_VALUES, ChatRequest, CompletionRequest, GenerationRequest, Message
+from hardpoint_serving.prompts import read_prompts
 
 __all__ = [
     "Identity",
@@ -179,29 +180,15 @@ def template_arguments(request: ChatRequest, allowed: Iterable[str]) -> dict[str
 
 
 def completion_prompts(request: CompletionRequest, client: EngineClient) -> list[Prompt]:
-    """One prompt per text or list of ids. Their number is checked before anything is made of them (class 27)."""
-    given = request.prompt
-    if isinstance(given, str):
-        items: list[str | list[int]] = [given]
-    elif given and all(isinstance(item, int) for item in given):
-        items = [given]  # type: ignore[list-item]
-    elif any(isinstance(item, int) for item in given):
-        raise InvalidRequestError(
-            "prompt must be a text, a list of texts, a list of token ids or a list of such lists",
-            param="prompt",
-            code="invalid_type",
-        )
-    else:
-        items = given  # type: ignore[assignment]
-    client.check_batch(len(items), 1 if request.n is None else request.n)
-    special = request.add_special_tokens is not False
-    salt = request.cache_salt
-    return [
-        Prompt(text=item, add_special_tokens=special, cache_salt=salt)
-        if isinstance(item, str)
-        else Prompt(token_ids=item, cache_salt=salt)
-        for item in items
-    ]
+    """One prompt per text or list of ids."""
+    return read_prompts(
+        request.prompt,
+        client,
+        param="prompt",
+        n=1 if request.n is None else request.n,
+        add_special_tokens=request.add_special_tokens is not False,
+        cache_salt=request.cache_salt,
+    )
 
 
 def request_options(
