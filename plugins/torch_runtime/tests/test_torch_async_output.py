@@ -301,6 +301,25 @@ def test_results_of_a_request_that_is_gone_touch_nobody(world: Any, make_step: A
     assert slots.token_ids[0, :9].tolist() == [*PROMPT, *expected]
 
 
+def test_refusals_of_a_request_that_is_gone_move_nobody(world: Any, make_step: Any, make_row: Any) -> None:
+    """R4.37: its slot has a new owner, whose rows start where they start, while others' drafts are under way."""
+    expected = world.generate(world.start(), [world.engine_request("x", PROMPT, max_tokens=3)])["x"]
+    worker, _ = start(world)
+    rows = [make_row(0, [3, 1, 4], [1, 2, 3]), make_row(1, [5, 9, 2], [4, 5, 6])]
+    worker.execute(make_step(0, [(0, 1, 0, 3, True), (1, 1, 0, 3, True)], new_rows=rows))
+
+    def missing(*numbers: int) -> TokenUpdate:
+        return TokenUpdate(np.asarray(numbers, dtype=np.int32), np.full(sum(numbers), -1, dtype=np.int32))
+
+    worker.execute(make_step(1, [(0, 1, 3, 3, True), (1, 1, 3, 3, True)], drafts=missing(2, 2)))
+    fresh = make_row(0, PROMPT, [7, 8, 9], generation=2)
+    rows_of = {"finished": [0], "new_rows": [fresh], "drafts": missing(0, 1)}
+    outputs = [worker.execute(make_step(2, [(0, 2, 0, 7, True), (1, 1, 6, 2, True)], **rows_of))]
+    outputs.append(worker.execute(make_step(3, [(0, 2, 7, 1, True), (1, 1, 8, 2, True)], drafts=missing(0, 1))))
+    outputs.append(worker.execute(make_step(4, [(0, 2, 8, 1, True), (1, 1, 10, 2, True)], drafts=missing(0, 1))))
+    assert [int(promise(output).result().token_ids[0]) for output in outputs] == expected
+
+
 def test_a_deferred_step_is_answered_by_a_promise(world: Any, make_step: Any, make_row: Any) -> None:
     """R4.22, I4.6: execute and sample alternate here as well, and the mask decides."""
     worker, streams = start(world)
