@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,99 +9,27 @@ import pytest
 import torch
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces.attention import (
-    AttentionImpl,
-    AttentionLayerParams,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-    GraphSupport,
-)
-from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint.interfaces.attention import GraphSupport
+from hardpoint.interfaces.worker import ParallelSlice
 from hardpoint.testing.fake_platform import FakeGraphPool
-from hardpoint_testing_torch import FakeGraphBackend
-from hardpoint_torch_runtime import BatchDescriptor, ForwardContext, get_forward_context, has_forward_context
+from hardpoint_testing_torch import FakeGraphBackend, FixedShapeBackend
+from hardpoint_torch_runtime import (
+    BatchDescriptor,
+    ForwardContext,
+    LayerToolkit,
+    get_forward_context,
+    has_forward_context,
+)
 from hardpoint_torch_runtime.forward_context import GraphMode
+from hardpoint_torch_runtime.layers import MixtureSizes, RoutingParameters
 from hardpoint_torch_runtime.runner.forward_pass import ENCODER_INPUTS, ForwardPass
+from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.graphs import GraphStore
 from hardpoint_torch_runtime.runner.step_shape import StepShapes
 
 PROMPTS = {"one": [7], "seven": [3, 1, 4, 1, 5, 9, 2], "long": [(5 * i + 3) % 30 for i in range(19)]}
 LENGTHS = {"one": 9, "seven": 4, "long": 6}
 """Requests end at different steps, so that the number of rows changes."""
-
-
-class FixedShapeAttention(AttentionImpl):
-    """Operators over whole buffers, whose shapes depend on the step's shape alone; what has no place is masked."""
-
-    def __init__(self, params: AttentionLayerParams, eager: AttentionImpl) -> None:
-        self.params = params
-        self.eager = eager
-
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        size = kv_cache.shape[2]
-        slots = slot_mapping.clamp(min=0)
-        blocks, offsets = slots // size, slots % size
-        fresh = torch.cat([key, value], dim=-1)
-        # Without a slot: cell 0 of the null block, by what it holds.
-        stored = torch.where((slot_mapping >= 0)[:, None, None], fresh, kv_cache[blocks, :, offsets])
-        kv_cache[blocks, :, offsets] = stored
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor | None,
-        metadata: Any | None,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        if metadata is None or kv_cache is None or not metadata.for_graph:
-            return self.eager.forward(query, key, value, kv_cache, metadata, output)
-        table, lengths = metadata.block_table.long(), metadata.seq_lens
-        num_queries = len(query) // len(lengths)
-        stored = kv_cache[table].transpose(2, 3).flatten(1, 2)
-        group = self.params.num_heads // self.params.num_kv_heads
-        keys, values = stored.repeat_interleave(group, dim=2).split(self.params.head_size, dim=-1)
-        last = lengths[:, None] - torch.arange(num_queries - 1, -1, -1)
-        is_hidden = (torch.arange(keys.shape[1]) >= last[:, :, None])[:, :, None]
-        queries = query.unflatten(0, (len(lengths), num_queries))
-        scores = torch.einsum("rqhd,rthd->rqht", queries, keys) * self.params.scale
-        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(dim=-1)
-        values = values.masked_fill((torch.arange(keys.shape[1]) >= lengths[:, None])[:, :, None, None], 0)
-        output.copy_(torch.einsum("rqht,rthd->rqhd", weights, values).flatten(0, 1))
-        return output
-
-
-class PassingBuilder(AttentionMetadataBuilder):
-    """The runner's tensors as they are, which stay where they are; keeps what it was given."""
-
-    def __init__(self, graph_support: GraphSupport) -> None:
-        self.graph_support = graph_support
-        self.built: list[CommonAttentionMetadata] = []
-
-    def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> CommonAttentionMetadata:
-        del fast
-        self.built.append(common)
-        return common
-
-
-def graphable(loop_backend: Any, support: GraphSupport) -> Any:
-    class Graphable(loop_backend):
-        """``builder`` is the last that was made."""
-
-        def create_builder(
-            self, spec: AttentionSpec, layer_names: Sequence[str], max_rows: int, max_tokens: int, device: torch.device
-        ) -> AttentionMetadataBuilder:
-            del spec, layer_names, max_rows, max_tokens, device
-            self.builder = PassingBuilder(support)
-            return self.builder
-
-        def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
-            return FixedShapeAttention(params, super().create_impl(params))
-
-    return Graphable()
 
 
 def start(world: Any, **fields: Any) -> Any:
@@ -145,11 +72,11 @@ def watch(worker: Any) -> list[tuple[ForwardContext, int]]:
     return seen
 
 
-def test_decodes_are_captured_once_per_shape_and_replayed(world: Any, loop_backend: Any) -> None:
+def test_decodes_are_captured_once_per_shape_and_replayed(world: Any) -> None:
     """R4.53, R4.54, R4.55, P4.13: the same tokens and the same cache, whatever the graph's shape is padded to."""
     plain = start(world)
     expected = world.generate(plain, requests(world))
-    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
     backend, pool = FakeGraphBackend(), FakeGraphPool()
     graphs = GraphStore(backend, pool)
     shapes = StepShapes(sizes=(1, 2, 4), support=GraphSupport.DECODE_ONLY, max_rows=6)
@@ -172,14 +99,14 @@ def test_decodes_are_captured_once_per_shape_and_replayed(world: Any, loop_backe
     assert pool.bytes_in_use == 0
 
 
-def test_what_a_graph_is_told_holds_for_its_whole_shape(world: Any, loop_backend: Any) -> None:
+def test_what_a_graph_is_told_holds_for_its_whole_shape(world: Any) -> None:
     """R4.53, R4.54, R4.61: bounds instead of this step's lengths; rows and tokens of padding have nothing."""
-    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
     shapes = StepShapes(sizes=(4,), support=GraphSupport.DECODE_ONLY, max_rows=6)
     worker = start(world, shapes=shapes, graphs=GraphStore(FakeGraphBackend(), FakeGraphPool()))
     seen = watch(worker)
     world.generate(worker, requests(world)[:2])
-    first, built = world.backend.builder.built[0], world.backend.builder.built[1]
+    first, built = world.backend.builders[0].built[:2]
     assert not first.for_graph
     assert (built.for_graph, built.num_rows, built.num_tokens) == (True, 2, 2)
     assert built.max_seq_len >= world.max_len
@@ -214,9 +141,9 @@ def test_padding_changes_neither_tokens_nor_cache(world: Any, size: int) -> None
         assert context.padding_mask.tolist() == [token >= context.num_tokens for token in range(count)]
 
 
-def test_drafts_make_rows_of_more_than_one_token(world: Any, loop_backend: Any, make_step: Any, make_row: Any) -> None:
+def test_drafts_make_rows_of_more_than_one_token(world: Any, make_step: Any, make_row: Any) -> None:
     """R4.61: a uniform batch of rows with two tokens each, here the ends of prompts, is captured as such."""
-    world.backend = graphable(loop_backend, GraphSupport.UNIFORM_BATCH)
+    world.backend = FixedShapeBackend(GraphSupport.UNIFORM_BATCH)
     shapes = StepShapes(sizes=(8,), support=GraphSupport.UNIFORM_BATCH, max_rows=6, query_len=2)
     backend = FakeGraphBackend()
     tokens = []
@@ -239,11 +166,11 @@ def test_without_graphs_nothing_changes(world: Any) -> None:
         assert facts == (GraphMode.NONE, None, None, count)
 
 
-def test_embeddings_run_as_they_are(world: Any, loop_backend: Any, make_step: Any, make_row: Any) -> None:
+def test_embeddings_run_as_they_are(world: Any, make_step: Any, make_row: Any) -> None:
     """R4.65: no graph reads them; once the prompt is computed, the request decodes as others do."""
     import msgspec
 
-    world.backend = graphable(loop_backend, GraphSupport.ALWAYS)
+    world.backend = FixedShapeBackend()
     shapes = StepShapes(sizes=(1, 2, 4), support=GraphSupport.DECODE_ONLY, max_rows=6)
     graphs = GraphStore(FakeGraphBackend(), FakeGraphPool())
     worker = start(world, shapes=shapes, graphs=graphs)
@@ -289,9 +216,9 @@ def test_moved_inputs_are_not_replayed() -> None:
         store.replay(key, [still, torch.ones(2)])
 
 
-def test_a_capture_that_fails_records_nothing_and_stops_the_step(world: Any, loop_backend: Any) -> None:
+def test_a_capture_that_fails_records_nothing_and_stops_the_step(world: Any) -> None:
     """I4.5: reading a device value on the host cannot be repeated by a device; no context is left behind."""
-    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+    world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
     shapes = StepShapes(sizes=(1,), support=GraphSupport.DECODE_ONLY, max_rows=6)
     graphs = GraphStore(FakeGraphBackend(), FakeGraphPool())
     worker = start(world, shapes=shapes, graphs=graphs)
@@ -315,8 +242,8 @@ def test_a_forward_that_fails_leaves_no_context(world: Any, make_step: Any, make
     assert world.generate(world.start(), [request])["again"] == output.token_ids.tolist()
 
 
-def test_a_graph_without_a_store_is_refused(world: Any, loop_backend: Any) -> None:
-    world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+def test_a_graph_without_a_store_is_refused(world: Any) -> None:
+    world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
     shapes = StepShapes(sizes=(1,), support=GraphSupport.DECODE_ONLY, max_rows=6)
     with pytest.raises(RuntimeError, match="step 1 is to run as a graph, but this worker captures none"):
         world.generate(start(world, shapes=shapes), [world.engine_request("x", [3, 4], max_tokens=2)])
@@ -375,12 +302,10 @@ def graph_platform(platform: Any) -> Any:
     return GraphPlatform()
 
 
-def test_a_worker_captures_all_shapes_before_the_first_request(
-    world: Any, loop_backend: Any, worker_options: Any
-) -> None:
+def test_a_worker_captures_all_shapes_before_the_first_request(world: Any, worker_options: Any) -> None:
     """R4.55, R4.61, R4.64: by options alone; warming up leaves no trace, and the end gives the pool its memory back."""
     expected = world.generate(world.start(), requests(world))
-    world.backend, world.platform = graphable(loop_backend, GraphSupport.DECODE_ONLY), graph_platform(world.platform)
+    world.backend, world.platform = FixedShapeBackend(GraphSupport.DECODE_ONLY), graph_platform(world.platform)
     backend = FakeGraphBackend()
     world.plugins.factories["graph_backend", "fake"] = lambda ctx: backend
     worker = world.start(worker_options(graph_backend="fake", graph_sizes=(4, 1, 64, 4)))
@@ -412,14 +337,30 @@ def test_a_worker_captures_all_shapes_before_the_first_request(
         ("sizes", r"none of the sizes \(64,\) is at most 32 tokens"),
     ],
 )
-def test_graphs_that_cannot_be_had_stop_the_start(
-    world: Any, loop_backend: Any, worker_options: Any, fault: str, message: str
-) -> None:
+def test_graphs_that_cannot_be_had_stop_the_start(world: Any, worker_options: Any, fault: str, message: str) -> None:
     if fault != "backend":
-        world.backend = graphable(loop_backend, GraphSupport.DECODE_ONLY)
+        world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
     if fault != "platform":
         world.platform = graph_platform(world.platform)
     world.plugins.factories["graph_backend", "fake"] = lambda ctx: FakeGraphBackend()
     options = worker_options(graph_backend="fake", graph_sizes=(64,) if fault == "sizes" else None)
     with pytest.raises(ConfigError, match=f"graph backend 'fake' was asked for, but .*{message}.*unset"):
         world.start(options)
+
+
+def test_what_cannot_be_recorded_is_named(world: Any) -> None:
+    """Experts that are chosen on the host, and exchanges between ranks."""
+    world.backend = FixedShapeBackend()
+    worker = world.start()
+    model, runner, platform = worker.loaded.model, worker.runner, graph_platform(world.platform)
+    choice = GraphChoice("fake", FakeGraphBackend(), (1, 2))
+    two_ranks = world.config(parallel=ParallelSlice(world_size=2, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="'fake' was asked for, but exchanges between ranks are not recorded"):
+        forward_maker(two_ranks, platform, model, runner.groups, runner.kv, choice)
+    experts = LayerToolkit.create(
+        world.config(), device=torch.device("cpu"), dtype=torch.float32, attention_backend=world.backend
+    ).mixture_of_experts("mlp", MixtureSizes(16, 8), RoutingParameters(4, 2))
+    model.named_layers = lambda: [("layers.0", experts)]
+    with pytest.raises(ConfigError, match="mixtures of experts ask the device"):
+        forward_maker(world.config(), platform, model, runner.groups, runner.kv, choice)
+    assert forward_maker(two_ranks, platform, model, runner.groups, runner.kv)(runner.state.embeddings).graphs is None

@@ -12,6 +12,7 @@ from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.fake_streams import FakeStreams, PromisingExecutor
+from hardpoint_testing_torch.fixed_attention import FixedShapeAttention, FixedShapeBackend
 from hardpoint_testing_torch.installed import installed_factory, installed_loader
 from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
 from hardpoint_testing_torch.kernel_problems import KernelProblem, kernel_problems
@@ -38,6 +39,8 @@ __all__ = [
     "FakeGraph",
     "FakeGraphBackend",
     "FakeStreams",
+    "FixedShapeAttention",
+    "FixedShapeBackend",
     "KernelOverrideSuite",
     "KernelProblem",
     "LinearBench",
