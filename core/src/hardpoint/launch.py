@@ -20,6 +20,7 @@ from hardpoint.engine.spec import EngineSpec
 from hardpoint.errors import ConfigError, ModelFormatError, ModelNotFoundError, PluginNotFoundError
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.engine import ModelLimits
+from hardpoint.interfaces.model import WHOLE_PROMPTS_CAPABILITY
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, ModelSource, WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.platform import EngineSettings, Platform
 from hardpoint.interfaces.plugin import PluginContext
@@ -156,6 +157,7 @@ def prepare(
             limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             embedding_size=info.config.get("hidden_size"),
+            max_step_tokens=_step_bound(plan, info, limits),
             **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),
         num_blocks=engine.cache.num_kv_blocks,
@@ -318,6 +320,13 @@ def _limits(engine: EngineConfig, settings: EngineSettings, info: ModelInfo) -> 
         "max_inflight_steps": 2 if engine.scheduler.async_scheduling else 1,
     }
     return msgspec.convert({**_flat(engine), **settled}, SchedulerLimits)
+
+
+def _step_bound(plan: PluginPlan, info: ModelInfo, limits: SchedulerLimits) -> int | None:
+    """Tokens of a step, where the manifest of the model says that a prompt has to be computed in one."""
+    models = [load_manifest(planned) for planned in plan.of("model") if planned.name == info.architecture]
+    whole = any(manifest and manifest.capabilities.get(WHOLE_PROMPTS_CAPABILITY) is True for manifest in models)
+    return limits.max_num_batched_tokens if whole else None
 
 
 def _worker_config(

@@ -18,6 +18,10 @@ from hardpoint.interfaces.worker import WorkerConfig
 if TYPE_CHECKING:
     import torch
 
+WHOLE_PROMPTS_CAPABILITY = "whole_prompts"
+"""Key of ``@plugin(capabilities=...)`` under which a model says, by True, that its tokens see those behind them, so
+that a prompt has to be computed in one step."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageRange:

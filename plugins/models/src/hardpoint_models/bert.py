@@ -11,7 +11,14 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionKind
 from hardpoint.interfaces.kv_cache import KVCacheSpec
-from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange, WeightRule
+from hardpoint.interfaces.model import (
+    WHOLE_PROMPTS_CAPABILITY,
+    Model,
+    ModelContext,
+    StageOutput,
+    StageRange,
+    WeightRule,
+)
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.bert_config import BertConfig, PoolingMethod
@@ -19,6 +26,8 @@ from hardpoint_models.building import require_toolkit
 from hardpoint_torch_runtime.layers import LayerToolkit
 
 __all__ = ["BertEncoder", "create_bert", "create_bert_masked_lm"]
+
+_CAPABILITIES = {"tasks": ["embed"], WHOLE_PROMPTS_CAPABILITY: True}
 
 
 class BertEmbeddings(torch.nn.Module):
@@ -214,14 +223,14 @@ def _build(ctx: ModelContext) -> Model:
     return BertEncoder(info, BertConfig.read(info.config, info.architecture), layers, ctx.stage)
 
 
-@plugin("model", capabilities={"tasks": ["embed"]})
+@plugin("model", capabilities=_CAPABILITIES)
 def create_bert(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertModel``: also MiniLM and the sentence encoders saved under that name."""
     del options
     return _build(ctx)
 
 
-@plugin("model", capabilities={"tasks": ["embed"]})
+@plugin("model", capabilities=_CAPABILITIES)
 def create_bert_masked_lm(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertForMaskedLM``: its encoder; the head that guesses hidden words is not loaded."""
     del options
