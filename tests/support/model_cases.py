@@ -112,7 +112,12 @@ CASES: tuple[ParityCase, ...] = (
         {**_DEEPSEEK, "topk_method": "greedy", "n_group": None, "topk_group": None},
         limits=_ROUTED,
     ),
-    ParityCase("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}, limits=_ROUTED),
+    ParityCase(
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "n_group": 4, "topk_group": 2},
+        # Whole groups of experts are at stake; transformers computing in bfloat16 itself is as far off.
+        limits={"bfloat16": 0.3},
+    ),
     ParityCase(
         "DeepseekV3ForCausalLM",
         {
