@@ -163,7 +163,7 @@ def expect_equal(batch: InputBatch, rows: list[tuple[Naive, int]], state: SlotSt
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_history_equals_a_rebuild_from_scratch(hand_builders: Any, seed: int) -> None:
-    """I4.1-I4.4: ids, positions, slots and tables equal the naive ones, in buffers poisoned beforehand."""
+    """I4.1, I4.2, I4.3, I4.4: ids, positions, slots and tables equal the naive ones, in buffers poisoned beforehand."""
     make_step, make_row = hand_builders
     history = History(np.random.default_rng(seed), make_step, make_row)
     state, builder = fresh()

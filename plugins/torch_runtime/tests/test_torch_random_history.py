@@ -1,6 +1,6 @@
 """Random lives of requests on one worker: joining, chunking, pausing, preemption with other blocks, leaving early.
 
-Whatever happens around it, a request's tokens are those of its solo run (class 43, I4.1-I4.4, R6.18).
+Whatever happens around it, a request's tokens are those of its solo run (class 43, I4.1, I4.2, I4.4, R6.18).
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_life_equals_its_solo_run(tiny_world: Any, hand_builders: Any, seed: int) -> None:
+    """I4.1, I4.2, R4.34, P4.1."""
     world, worker = tiny_world
     random = np.random.default_rng(seed)
     lives = [

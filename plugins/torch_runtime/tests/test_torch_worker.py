@@ -130,7 +130,7 @@ def test_blocks_are_zeroed_before_use(world: Any, make_step: Any, make_row: Any)
 
 
 def test_seeded_rows_continue_their_stream_after_preemption(world: Any, make_step: Any, make_row: Any) -> None:
-    """R6.18: the draw depends on seed and output position only."""
+    """R6.18, R4.33: the draw depends on seed and output position only."""
     sampling = {"temperature": 1.5, "seed": 99}
     alone = world.generate(world.start(), [world.engine_request("x", [3, 4, 5], max_tokens=6, **sampling)])["x"]
     worker = world.start()

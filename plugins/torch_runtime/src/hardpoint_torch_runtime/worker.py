@@ -67,6 +67,7 @@ class TorchWorkerOptions(BaseModel):
         description="which states recurrent layers keep of a sequence: `none` but the last one, so that no prefix is "
         "found; `align`: also those at the ends of steps that end with a block; `all`: one per block",
     )
+    prompt_embeddings: bool = Field(default=True, description="take prompts that are given as embeddings")
     custom_ops: tuple[str, ...] = Field(
         default=(), description="`custom_op` plugins whose operators are registered before the model is created"
     )
@@ -264,6 +265,7 @@ class TorchWorker(Worker):
             processors=self._logits_processors(),
             refuse=partial(refuse_row, tasks=self.config.model.tasks),
             streams=device_streams(self._platform, self.device) if is_asynchronous else None,
+            takes_embeddings=self.options.prompt_embeddings,
         )
 
     def warm_up(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.model import Model
+from hardpoint.interfaces.step import NewRow
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.backlog import Backlog
@@ -17,6 +18,7 @@ from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens
 from hardpoint_torch_runtime.runner.draft_debt import DraftDebt
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer, OwnDrafts
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
+from hardpoint_torch_runtime.runner.flags import ExpertExchange, RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
@@ -43,6 +45,8 @@ class RunnerParts:
         streams: of the device, where outputs are promises; without them each step waits for its own.
         proposer: guesses tokens ahead.
         extensions: seats of other features.
+        takes_embeddings: whether prompts may be given as embeddings.
+        exchange: makes what moves tokens between ranks with different experts.
     """
 
     processors: Sequence[LogitsProcessor] = ()
@@ -50,6 +54,8 @@ class RunnerParts:
     streams: DeviceStreams | None = None
     proposer: DraftProposer | None = None
     extensions: Sequence[RunnerExtension] = ()
+    takes_embeddings: bool = True
+    exchange: Callable[[], ExpertExchange] | None = None
 
 
 def assemble_runner(
@@ -79,6 +85,7 @@ def assemble_runner(
     tokens = None if residence is None else residence.tokens
     pooling = SlotPooling(model)
     by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling)
+    flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
     embeddings = PromptEmbeddings()
     state = BatchState(
         slots,
@@ -86,7 +93,7 @@ def assemble_runner(
         kv,
         embeddings,
         parts.processors,
-        parts.refuse,
+        parts.refuse if flags.takes_embeddings else _without_embeddings(parts.refuse),
         parts=[part for part in by_slot if part is not None],
         own_drafts=own_drafts,
         backlog=None if residence is None else residence.backlog,
@@ -100,6 +107,7 @@ def assemble_runner(
         state,
         inputs,
         sampler,
+        flags=flags,
         forwards=None if make_forwards is None else make_forwards(embeddings),
         axes=axes,
         pooling=pooling,
@@ -107,6 +115,15 @@ def assemble_runner(
         extensions=parts.extensions,
         device=residence,
     )
+
+
+def _without_embeddings(refuse: RowRefusal | None) -> RowRefusal:
+    def refuse_row(row: NewRow) -> str | None:
+        if row.prompt_embeds is not None:
+            return "prompts given as embeddings are switched off; send token ids"
+        return None if refuse is None else refuse(row)
+
+    return refuse_row
 
 
 def _residence(

@@ -16,6 +16,7 @@ from hardpoint_torch_runtime.runner.batch_state import AppliedStep, BatchState
 from hardpoint_torch_runtime.runner.deferred import Deferral, ForwardProducts
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension
+from hardpoint_torch_runtime.runner.flags import RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
@@ -35,9 +36,9 @@ class ModelRunner:
     the model, by default as it is.
 
     Absent unless given: ``axes`` where the model has several positions per token, ``pooling`` where requests may ask
-    for embeddings, a ``proposer`` of drafts,
-    ``extensions`` of features, ``device`` where outputs are promises. What of these keeps state by slot must be among
-    the parts of ``state``; :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
+    for embeddings, a ``proposer`` of drafts, ``extensions`` of features, ``device`` where outputs are promises. What
+    of these keeps state by slot must be among the parts of ``state``;
+    :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ModelRunner:
         inputs: InputBuilder,
         sampler: Sampler,
         *,
+        flags: RunnerFlags | None = None,
         forwards: ForwardPass | None = None,
         axes: PositionAxes | None = None,
         pooling: SlotPooling | None = None,
@@ -61,6 +63,7 @@ class ModelRunner:
         self.kv = kv
         self.state = state
         self.inputs = inputs
+        self.flags = flags or RunnerFlags(only_pools=False)
         self.forwards = forwards or ForwardPass(model, groups, kv, state.embeddings)
         self._axes = axes
         self._pooling = pooling
@@ -89,6 +92,8 @@ class ModelRunner:
     def _compute(self, step: SchedulerOutput, applied: AppliedStep) -> ForwardProducts:
         if step.is_empty:
             return ForwardProducts(step, extensions=self._payloads(step))
+        if self.flags.checked_exchange is not None:
+            self.flags.checked_exchange.check_ranks()
         shape = self.forwards.shape(step)
         batch = self._inputs(step, applied, shape)
         for extension in self._extensions:

@@ -8,7 +8,6 @@ import numpy as np
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import Int32Array, PoolingParams, SamplingParams
 from hardpoint.interfaces.step import BlockUpdate, NewRow, SchedulerOutput
-from hardpoint_torch_runtime.runner.pooling import runner_type
 from hardpoint_torch_runtime.runner.runner import ModelRunner
 
 __all__ = ["run_warm_up"]
@@ -22,7 +21,7 @@ def run_warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
     A model that only pools embeds a prompt instead. Call it before the first step; slot 0 is free again afterwards.
     """
-    if runner_type(runner.model.info) == "pooling":
+    if runner.flags.only_pools:
         row = msgspec.structs.replace(_row(runner, num_tokens, _SAMPLINGS[0]), task="embed", pooling=PoolingParams())
         step = _step(runner, num_computed=0, num_scheduled=num_tokens, row=row)
         runner.execute(msgspec.structs.replace(step, samples=np.zeros(1, dtype=np.bool_)))
