@@ -149,8 +149,8 @@ def test_layers_that_predict_further_tokens_stay_in_the_file(tmp_path: Path) -> 
 
 
 def test_computing_in_bfloat16_stays_near(tmp_path: Path) -> None:
-    """Gates are computed in float32 all the same, or other experts would be chosen."""
-    tiny = tiny_model(tmp_path, dtype=torch.bfloat16, num_experts_per_tok=4, n_group=2)
+    """All experts are chosen, since rounding may choose others; gates are computed in float32 all the same."""
+    tiny = tiny_model(tmp_path, dtype=torch.bfloat16, num_experts_per_tok=8, n_group=1, topk_group=1)
     config = worker_config(tiny.info, dtype="bfloat16")
     model, toolkit = build_model(create_deepseek_v3, StateDictLoader(tiny.tensors()), config, ReferenceBackend())
     wide = [name for name, p in model.named_parameters() if p.dtype == torch.float32]  # type: ignore[attr-defined]
