@@ -329,6 +329,27 @@ def test_a_worker_captures_all_shapes_before_the_first_request(world: Any, worke
     assert pool.bytes_in_use == 0
 
 
+def test_a_recording_reads_ids_that_are_made_on_the_device(world: Any, worker_options: Any) -> None:
+    """R4.41, R4.55: where samples stay there, the next step's ids are written into the same buffer as the host's."""
+    expected = world.generate(world.start(), requests(world))
+    world.backend, world.platform = FixedShapeBackend(), graph_platform(world.platform)
+    backend = FakeGraphBackend()
+    world.plugins.factories["graph_backend", "fake"] = lambda ctx: backend
+    options = worker_options(graph_backend="fake", graph_sizes=(1, 4), asynchronous_output=True)
+    worker, scheduler = world.start(options), world.scheduler()
+    tokens: dict[str, list[int]] = {record.request_id: [] for record in requests(world)}
+    for record in requests(world):
+        assert scheduler.add(record) is None
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        answer = worker.execute(step)
+        # A step that only lets go of a request promises nothing.
+        for entry in scheduler.update(step, answer.result() if step.num_tokens else answer):
+            tokens[entry.request_id] += entry.new_token_ids
+    assert tokens == expected
+    assert [graph.num_replays for graph in backend.graphs] == [5, 3]
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
