@@ -366,6 +366,11 @@ class NoEmbeddings(Changes):
         return with_rows(step, prompt_embeds=None)
 
 
+class PoolsItsOwnWay(Changes):
+    def before(self, step: SchedulerOutput) -> SchedulerOutput:
+        return with_rows(step, pooling=None)
+
+
 class LearnsNothing(Changes):
     def before(self, step: SchedulerOutput) -> SchedulerOutput:
         known = step.known_tokens
@@ -422,6 +427,7 @@ FAULTS: dict[type[Wrapped], str] = {
     NoLogprobs: "test_log_probabilities",
     PromptLogprobsAgain: "test_prompt_log_probabilities",
     NoEmbeddings: "test_prompt_embeddings",
+    PoolsItsOwnWay: "test_pooled_prompts",
     LearnsNothing: "test_tokens_sampled_elsewhere_are_learned",
     TakesAnyStep: "test_impossible_steps_are_refused",
 }

@@ -99,6 +99,7 @@ class WorkerSuiteBase(PluginSuite):
     applies_grammar: ClassVar[bool] = True
     takes_prompt_embeddings: ClassVar[bool] = True
     learns_tokens: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
 
     def create_worker(self, ctx: WorkerContext, options: Mapping[str, Any]) -> Worker:
         """The worker under test, as its factory makes it, with ``options`` added to those of the class."""

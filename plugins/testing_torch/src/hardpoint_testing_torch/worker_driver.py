@@ -38,6 +38,10 @@ class DrivenRow:
     sent_blocks: int = 0
     resumed: bool = False
 
+    @property
+    def pools(self) -> bool:
+        return self.extra.get("task", "generate") != "generate"
+
 
 class WorkerDriver:
     """``worker`` must have its KV cache of ``num_blocks`` blocks in ``num_groups`` groups; block 0 is never used."""
@@ -118,7 +122,10 @@ class WorkerDriver:
             num_computed_tokens=_int32(row.computed for row in rows),
             num_scheduled_tokens=_int32(counts.values()),
             samples=np.asarray(
-                [row.computed + count == len(row.tokens) for row, count in zip(rows, counts.values(), strict=True)],
+                [
+                    row.computed + count == len(row.tokens) and not row.pools
+                    for row, count in zip(rows, counts.values(), strict=True)
+                ],
                 dtype=np.bool_,
             ),
             new_rows=tuple(self._new_row(row) for row in entering),

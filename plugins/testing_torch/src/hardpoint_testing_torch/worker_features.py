@@ -14,13 +14,13 @@ from hardpoint.errors import HardpointError
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
-from hardpoint.interfaces.request import SamplingParams
+from hardpoint.interfaces.request import PoolingParams, SamplingParams
 from hardpoint.interfaces.step import GrammarMask, LogprobArrays, TokenUpdate
 from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
 from hardpoint_testing_torch.tiny_models import TinyModel
 from hardpoint_testing_torch.worker_base import PROMPTS, ForcedToken, OnlyTheBest, Start, WorkerSuiteBase
 from hardpoint_testing_torch.worker_driver import WorkerDriver
-from hardpoint_testing_torch.worker_world import WorkerWorld, check_greedy, start_driver
+from hardpoint_testing_torch.worker_world import LOADER, WorkerWorld, check_greedy, start_driver
 
 __all__ = ["WorkerFeatures"]
 
@@ -203,6 +203,26 @@ class WorkerFeatures(WorkerSuiteBase):
         tokens = driver.generate(4, chunk=3)
         check_greedy(tiny, prompt, tokens["embedded"], "from embeddings")
         check_greedy(tiny, PROMPTS["block"], tokens["plain"], "next to embeddings")
+
+    @pytest.mark.parametrize("chunks", [(7,), (3, 4), (1, 5, 1)], ids=str)
+    def test_pooled_prompts(self, tiny: TinyModel, start: Start, chunks: tuple[int, ...]) -> None:
+        """The result comes with the prompt's last token, in any chunking, and nothing is sampled from it."""
+        if not self.pools:
+            pytest.skip("the worker declares not to pool")
+        info = msgspec.structs.replace(tiny.info, loader=LOADER, tasks=("generate", "embed"))
+        driver, prompt = start(self.world(tiny, model=info)), list(PROMPTS["few"])
+        driver.add("pooled", prompt, task="embed", pooling=PoolingParams(pooling="mean", normalize=True))
+        driver.add("plain", PROMPTS["block"])
+        *before, last = [driver.step({"pooled": count, "plain": 1}) for count in chunks]
+        assert not any(output.pooled for output in before), "a result before the prompt is computed"
+        assert list(last.pooled) == [0], f"the prompt is computed, but results came for the rows {list(last.pooled)}"
+        with torch.inference_mode():
+            hidden = tiny.oracle.base_model(torch.tensor([prompt])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(hidden.float().mean(0), dim=0)
+        assert last.pooled[0].dtype == np.float32
+        np.testing.assert_allclose(last.pooled[0], wanted, atol=TOLERANCE)
+        driver.finish("pooled")
+        check_greedy(tiny, PROMPTS["block"], driver.generate(3)["plain"], "next to a pooled prompt")
 
     def test_tokens_sampled_elsewhere_are_learned(self, tiny: TinyModel, start: Start) -> None:
         """What another pipeline stage sampled comes with the next step and is computed like any other token."""

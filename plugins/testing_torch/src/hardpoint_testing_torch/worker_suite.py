@@ -54,7 +54,7 @@ class WorkerSuite(WorkerFeatures):
     Set ``plugin``, or override ``create_worker``. Switches declare what a worker leaves out: its option for names of
     ``logits_processors_option`` plugins (None: it runs none), ``uses_attention_backends``, ``uses_quantization``,
     ``computes_logprobs``, ``computes_prompt_logprobs``, ``applies_grammar``, ``takes_prompt_embeddings``,
-    ``learns_tokens``.
+    ``learns_tokens``, ``pools``.
     """
 
     @pytest.mark.parametrize("name", OUT_OF_ORDER)
