@@ -75,9 +75,9 @@ def test_offline_calls_raise_when_a_rank_dies(tiny: Path, rank: int) -> None:
         next(stream)
         killed_at = time.monotonic()
         os.kill(pids[rank], signal.SIGKILL)
-        with pytest.raises(
-            EngineDeadError, match=rf"worker rank {rank} \(pid {pids[rank]}\) ended with signal SIGKILL"
-        ):
+        # Its peer notices as well, and on a busy machine it may be the first to say so.
+        told = rf"worker rank {rank} \(pid {pids[rank]}\) ended with signal SIGKILL|a rank ended"
+        with pytest.raises(EngineDeadError, match=told):
             for _ in stream:
                 pass
         assert time.monotonic() - killed_at < TOLD_S * PATIENCE

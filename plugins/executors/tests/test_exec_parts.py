@@ -249,6 +249,14 @@ def test_only_the_first_reason_counts_and_is_told_once() -> None:
             outcome.result(0)
 
 
+def test_one_can_wait_for_the_end_of_all_calls() -> None:
+    """A peer's death explains a failure better than the failure does, if it shows soon."""
+    pending = Replies(2).pending
+    assert not pending.wait_failed(0.0)
+    pending.fail("gone")
+    assert pending.wait_failed(60.0)
+
+
 def test_messages_name_every_failed_rank() -> None:
     """R4.12: with rank and original traceback; what several say alike is said once."""
     other = RpcFailure("OSError", "bang", "Traceback: bang")

@@ -25,6 +25,9 @@ _GRACE_AFTER_FAILURE_S = 1.0
 _REPORT_S = 5.0
 """A worker that is this late with its report hangs; the engine must not hang with it for long."""
 
+_DEATH_SHOWS_S = 0.5
+"""Ranks fail when a peer dies, and say so before its process is gone for good: then the death is what to tell."""
+
 
 class MultiprocOptions(BaseModel):
     """Options under ``plugins.executor.multiproc``."""
@@ -150,7 +153,10 @@ class MultiprocExecutor(Executor):
     def _read(self, entry: RankProcess) -> None:
         try:
             while (frame := entry.channel.receive()) is not None:
-                self._pending.answer(entry.rank, self._codec.decode_reply(frame))
+                reply = self._codec.decode_reply(frame)
+                if reply.failure is not None and self.world_size > 1:
+                    self._pending.wait_failed(_DEATH_SHOWS_S)
+                self._pending.answer(entry.rank, reply)
         except CodecError as error:
             self._pending.fail(f"{entry.label} sent an unreadable answer: {error}")
         if not self._is_shut_down:

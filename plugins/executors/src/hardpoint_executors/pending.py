@@ -55,11 +55,16 @@ class PendingCalls:
         self._given_up: deque[int] = deque(maxlen=_MAX_REMEMBERED)
         self._last_id = 0
         self._reason: str | None = None
+        self._failed = threading.Event()
         self._callbacks: list[Callable[[str], None]] = []
 
     @property
     def failure_reason(self) -> str | None:
         return self._reason
+
+    def wait_failed(self, timeout_s: float) -> bool:
+        """Whether everything has failed, at the latest after ``timeout_s`` seconds."""
+        return self._failed.wait(timeout_s)
 
     def open(self, method: str, ranks: frozenset[int], *, unwrap: bool = False) -> tuple[int, Future[Any]]:
         """A new call id, and the future of the answers of ``ranks``."""
@@ -141,6 +146,7 @@ class PendingCalls:
             self._reason = reason
             calls, self._open = list(self._open.values()), {}
             callbacks, self._callbacks = self._callbacks, []
+        self._failed.set()
         for call in calls:
             if call.timer is not None:
                 call.timer.cancel()
