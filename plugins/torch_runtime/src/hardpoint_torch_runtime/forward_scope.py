@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from hardpoint.interfaces.model import Model
 from hardpoint_torch_runtime.forward_context import (
     BatchDescriptor,
@@ -92,10 +94,11 @@ class ForwardScopes:
         descriptor = facts.batch_descriptor
         if descriptor is None and facts.graph_mode is not GraphMode.NONE:
             descriptor = BatchDescriptor(num_tokens)
+        layers: Mapping[str, torch.nn.Module] = self.static.layers
         context = replace(
             facts,
             batch_descriptor=descriptor,
-            uncompiled_layers={**self.static.layers, **facts.uncompiled_layers},
+            uncompiled_layers={**layers, **facts.uncompiled_layers} if facts.uncompiled_layers else layers,
             moe_turns=LayerTurns(self.static.moe_layers),
             data_parallel=self._ranks(num_tokens),
         )

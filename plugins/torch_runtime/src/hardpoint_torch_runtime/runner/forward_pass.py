@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -72,9 +71,13 @@ class ForwardPass:
 
     def run(self, batch: InputBatch, step: SchedulerOutput, shape: StepShape = AS_IT_IS) -> torch.Tensor:
         """Hidden states [T', C]; those of a graph are overwritten by its next replay."""
+        is_graph = shape.graph_mode is GraphMode.FULL
+        embeddings = self._embeddings.for_batch(batch, self._model)
+        halves = None if self.micro_batches is None or is_graph else self.micro_batches.cut(batch)
+        metadata, mappings = ({}, {}) if halves else self._groups.build(batch, step, for_graph=is_graph)
         facts = ForwardContext(
-            attention_metadata={},
-            slot_mapping={},
+            attention_metadata=metadata,
+            slot_mapping=mappings,
             kv_caches=self._kv.views,
             states=self._kv.states,
             num_tokens=batch.num_tokens,
@@ -83,10 +86,8 @@ class ForwardPass:
             graph_mode=shape.graph_mode,
             skips_compiled=ENCODER_INPUTS in step.extensions,
         )
-        embeddings = self._embeddings.for_batch(batch, self._model)
-        if shape.graph_mode is GraphMode.FULL:
+        if is_graph:
             return self._run_graph(batch, step, facts)
-        halves = None if self.micro_batches is None else self.micro_batches.cut(batch)
         if self.micro_batches is not None and halves is not None:
             return self.micro_batches.run(
                 halves,
@@ -95,8 +96,6 @@ class ForwardPass:
                 self._scopes,
                 lambda half: self._call(half.batch, facts, None if embeddings is None else embeddings[half.tokens]),
             )
-        metadata, mappings = self._groups.build(batch, step)
-        facts = replace(facts, attention_metadata=metadata, slot_mapping=mappings)
         with self._scopes.enter(facts, num_padded=len(batch.token_ids)):
             return self._call(batch, facts, embeddings)
 
@@ -110,8 +109,6 @@ class ForwardPass:
         graphs, key = self.graphs, facts.batch_descriptor
         if graphs is None or key is None:
             raise RuntimeError(f"step {step.step_id} is to run as a graph, but this worker captures none")
-        metadata, mappings = self._groups.build(batch, step, for_graph=True)
-        facts = replace(facts, attention_metadata=metadata, slot_mapping=mappings)
         inputs = _tensors(batch, facts)
         padded = len(batch.token_ids)
         if key not in graphs:
