@@ -12,16 +12,23 @@ import pytest
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.build import build_engine
 from hardpoint.engine.frontend import Frontend
+from hardpoint.engine.input_processor import InputProcessor
 from hardpoint.engine.llm import LLM
+from hardpoint.engine.output_processor import OutputProcessor, StatEvent
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces import (
     POOLING_METHODS,
+    EngineOutput,
+    EngineOutputs,
     FinishReason,
     ModelLimits,
     PoolingParams,
     Prompt,
+    RequestFinished,
     RequestOptions,
     SamplingParams,
+    SchedulerStats,
+    StepObserved,
 )
 from hardpoint.roles import ProcessRole
 from hardpoint.testing import FakeChatRenderer, FakeTokenizer, next_token
@@ -188,3 +195,19 @@ async def test_a_request_that_ends_without_a_result_is_an_error(make_spec: Make,
         with pytest.raises(InvalidRequestError, match="time limit|deadline") as caught:
             await llm.embed(Prompt(token_ids=[3] * 100), options=RequestOptions(timeout_s=1e-9))
         assert (caught.value.code, caught.value.status) == ("request_failed", 500)
+
+
+def test_the_figures_of_an_embedding_are_those_of_its_prompt() -> None:
+    """Prompt tokens count when the result is there, which is also the first that anybody sees; no token is made."""
+    events: list[StatEvent] = []
+    now = iter([10.0, 12.0, 12.0])
+    outputs = OutputProcessor(FakeTokenizer(), "m", observe=events.append, clock=lambda: next(now))
+    inputs = InputProcessor(FakeTokenizer(), ModelLimits(300, 32), tasks=("embed",), clock=lambda: next(now))
+    state = outputs.add(inputs.process(Prompt(token_ids=[5, 6, 7]), PoolingParams()))
+    end = EngineOutput(state.processed.request_id, [], FinishReason.STOP, pooled=np.ones(2, dtype=np.float32))
+    assert outputs.process(EngineOutputs([end], SchedulerStats())) == []
+    finished, step = events
+    assert isinstance(finished, RequestFinished)
+    assert (finished.num_prompt_tokens, finished.num_generated_tokens, finished.ttft_s) == (3, 0, 2.0)
+    assert isinstance(step, StepObserved)
+    assert (step.num_prompt_tokens, step.num_generated_tokens, step.num_requests) == (3, 0, 0)
