@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint_torch_runtime import (
@@ -41,6 +41,7 @@ def test_nested_scopes_restore_the_outer_one() -> None:
     assert not has_forward_context()
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=8))
 def test_any_nesting_with_errors_leaves_the_depth_as_it_was(failures: list[bool]) -> None:
     """R4.62, I4.5: each level raises or not; the level above always gets its own context back."""
@@ -117,6 +118,7 @@ def test_turns_out_of_order_or_missing_are_found_out() -> None:
         turns.check_complete()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.integers(1, 5))
 def test_shares_of_ranks_add_up(counts: list[int], size: int) -> None:
     """R4.64: sequence parallelism shares out what data parallelism counts, no rank more than one token ahead."""

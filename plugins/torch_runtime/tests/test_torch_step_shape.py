@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
@@ -85,6 +85,7 @@ def test_inputs_without_a_buffer_are_never_captured() -> None:
     assert decide(shapes(GraphSupport.ALWAYS, is_piecewise=True), 1, is_plain=False) is AS_IT_IS
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.sampled_from(list(GraphSupport)),
