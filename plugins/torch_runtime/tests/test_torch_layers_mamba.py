@@ -36,6 +36,11 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def plain(name: str, shape: LinearShape) -> LinearMethod:
     del name, shape
     return UnquantizedLinearMethod(torch.float32, CPU)

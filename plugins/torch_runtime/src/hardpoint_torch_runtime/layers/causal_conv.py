@@ -63,7 +63,9 @@ class CausalConv(torch.nn.Module):
         lanes = torch.arange(back, device=x.device)
         token_places = torch.arange(rows.num_tokens, device=x.device) + back * rows.row_of_token
         row_starts = rows.starts + back * torch.arange(len(rows.starts), device=x.device)
-        line = torch.empty(rows.num_tokens + back * len(rows.starts), self.channels, device=x.device)
+        line = torch.empty(
+            rows.num_tokens + back * len(rows.starts), self.channels, dtype=torch.float32, device=x.device
+        )
         line[(row_starts.unsqueeze(1) + lanes).flatten()] = before.flatten(0, 1)
         line[token_places + back] = x.float()
         if states is not None:
@@ -77,7 +79,7 @@ class CausalConv(torch.nn.Module):
         self, states: torch.Tensor | None, reads: torch.Tensor, fresh: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         if states is None:
-            return torch.zeros(len(reads), *self.state_shape, device=device)
+            return torch.zeros(len(reads), *self.state_shape, dtype=torch.float32, device=device)
         return starting_states(states, reads, fresh)
 
     def _weighted(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:

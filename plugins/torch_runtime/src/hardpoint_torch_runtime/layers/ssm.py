@@ -74,7 +74,7 @@ def ssm_scan(inputs: SSMInputs, states: torch.Tensor | None, rows: ScanRows) -> 
 
 def _starting(inputs: SSMInputs, states: torch.Tensor | None, reads: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     if states is None:
-        return torch.zeros(len(reads), *inputs.state_shape, device=inputs.x.device)
+        return torch.zeros(len(reads), *inputs.state_shape, dtype=torch.float32, device=inputs.x.device)
     return starting_states(states, reads, fresh)
 
 

@@ -165,7 +165,7 @@ class MambaMixer(UncompiledLayer):
         else:
             metadata = self._metadata(context.attention_metadata)
             conv_states, ssm_states = context.states[self.name]
-        output = torch.zeros(len(convolved), self._widths[0], device=convolved.device)
+        output = torch.zeros(len(convolved), self._widths[0], dtype=torch.float32, device=convolved.device)
         split = metadata.num_decodes
         if metadata.decodes is not None:
             x = self.conv1d.decode(convolved[:split], conv_states, metadata.decodes)
