@@ -133,9 +133,11 @@ def test_a_replay_takes_no_turns() -> None:
 
 def test_without_lists_of_layers_nobody_takes_turns() -> None:
     layer, hidden = mixture("lonely"), torch.ones(2, 8)
-    with set_forward_context(facts()):
-        inside = layer(hidden)
-    assert torch.equal(inside, layer(hidden))
+    for scope in (set_forward_context(facts()), ForwardScopes().enter(facts())):
+        with scope as active:
+            assert active.moe_turns is None
+            inside = layer(hidden)
+        assert torch.equal(inside, layer(hidden))
 
 
 def test_a_descriptor_is_made_where_a_graph_mode_is_set_and_none_is_given() -> None:

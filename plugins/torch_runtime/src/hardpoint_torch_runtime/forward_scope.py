@@ -99,7 +99,7 @@ class ForwardScopes:
             facts,
             batch_descriptor=descriptor,
             uncompiled_layers={**layers, **facts.uncompiled_layers} if facts.uncompiled_layers else layers,
-            moe_turns=LayerTurns(self.static.moe_layers),
+            moe_turns=LayerTurns(self.static.moe_layers) if self.static.moe_layers else None,
             data_parallel=self._ranks(num_tokens),
         )
         return context if self.extras is None else replace(context, extras=self._merged(context))
