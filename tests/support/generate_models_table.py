@@ -172,15 +172,16 @@ def page(reports: Sequence[ParityReport]) -> str:
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (architecture, name), cells in rows_of(reports).items():
         lines.append(f"| `{architecture}` | {name} | {' | '.join(str(cells[mode]) for mode in MODES)} |")
-    notes = dict.fromkeys(
-        f"- {HEADINGS.get(result.mode, result.mode)} of {report.architecture}: {result.note}"
-        for report in reports
-        for result in report.results
-        if result.verdict is Verdict.NOT_RUN
-    )
+    notes: dict[str, list[str]] = {}
+    for report in reports:
+        for result in report.results:
+            if result.verdict is Verdict.NOT_RUN:
+                told = notes.setdefault(f"of {report.architecture}: {result.note}", [])
+                told.append(HEADINGS.get(result.mode, result.mode))
+    reasons = [f"- {', '.join(dict.fromkeys(modes))} {why}" for why, modes in notes.items()]
     weights = ["| model | architecture | what is compared | test |", "|---|---|---|---|"]
     weights += [f"| {one.model} | `{one.architecture}` | {one.claim} | `{one.test}` |" for one in REAL_WEIGHTS]
-    parts = [_HEAD.strip(), "\n".join(lines), *(("Not run:", "\n".join(notes)) if notes else ()), _REAL.strip()]
+    parts = [_HEAD.strip(), "\n".join(lines), *(("Not run:", "\n".join(reasons)) if reasons else ()), _REAL.strip()]
     return "\n\n".join([*parts, "\n".join(weights)]) + "\n"
 
 

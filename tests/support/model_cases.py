@@ -70,7 +70,7 @@ _GRANITE: Mapping[str, Any] = {
 }
 _KEEPS_STATES: Mapping[str, Any] = {"prefix": {"worker": {"torch": {"recurrent_states": "align"}}}}
 """Without states kept at the ends of blocks no prefix can be found again."""
-_ROUTED: Mapping[str, float] = {"bfloat16": 0.1}
+_ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
 """Rounding may choose another expert, which changes all that follows."""
 
 CASES: tuple[ParityCase, ...] = (
@@ -116,7 +116,7 @@ CASES: tuple[ParityCase, ...] = (
         "DeepseekV3ForCausalLM",
         {**_DEEPSEEK, "n_group": 4, "topk_group": 2},
         # Whole groups of experts are at stake; transformers computing in bfloat16 itself is as far off.
-        limits={"bfloat16": 0.3},
+        limits={"bfloat16": 0.4},
     ),
     ParityCase(
         "DeepseekV3ForCausalLM",
@@ -137,7 +137,7 @@ CASES: tuple[ParityCase, ...] = (
             "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
         },
         "odd sizes, queries whole, biases, tied, YaRN",
-        limits={"bfloat16": 0.3},
+        limits={"bfloat16": 0.4},
     ),
     ParityCase("Gemma3ForCausalLM", _GEMMA3),
     ParityCase(

@@ -64,7 +64,7 @@ class EngineParity(ABC):
         self.case = case
         self._folder = folder
         self._seed = seed
-        self._random = random.Random(seed)
+        self._random = random.Random()
         self._tiny = self._checkpoint(torch.float32)
 
     @abstractmethod
@@ -77,6 +77,8 @@ class EngineParity(ABC):
             raise ValueError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
         if mode in self.case.skipped:
             return ModeResult(mode, note=self.case.skipped[mode])
+        # The same prompts whichever modes were run before.
+        self._random = random.Random(f"{self._seed} {mode}")
         found = self.runs().get(mode)
         return ModeResult(mode, note=self.why_not) if found is None else found()
 
