@@ -49,7 +49,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """A strategy for the values of a type annotation."""
+    """A strategy for the values of a type annotation, within the limits that it states."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) and not typing.get_args(annotation):
         return _records(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
@@ -59,6 +59,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in SCALARS or annotation is None:
         return SCALARS[annotation if annotation is not None else type(None)]
     origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _limited(parameters[0], parameters[1])
     if origin is np.ndarray:
         return arrays(typing.get_args(parameters[1])[0])
     if origin in (types.UnionType, typing.Union):
@@ -76,12 +78,21 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     raise TypeError(f"no values for {annotation}")
 
 
+def _limited(annotation: Any, limits: msgspec.Meta) -> st.SearchStrategy[Any]:
+    if annotation is str:
+        return st.text(max_size=min(limits.max_length or 8, 8))
+    numbers: dict[str, Any] = {"min_value": limits.ge if limits.gt is None else limits.gt, "max_value": limits.le}
+    if annotation is int:
+        return st.integers(**numbers)
+    return st.floats(**numbers, exclude_min=limits.gt is not None, allow_nan=False)
+
+
 @functools.cache
 def _records(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Deferred, and one for each type: records may hold others of their own type."""
 
     def built() -> st.SearchStrategy[Any]:
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
 
     return st.deferred(built)
