@@ -85,7 +85,7 @@ def test_inputs_without_a_buffer_are_never_captured() -> None:
     assert decide(shapes(GraphSupport.ALWAYS, is_piecewise=True), 1, is_plain=False) is AS_IT_IS
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.sampled_from(list(GraphSupport)),
