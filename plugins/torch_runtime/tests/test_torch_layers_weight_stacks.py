@@ -174,3 +174,16 @@ def test_a_part_is_optional_only_if_all_its_names_are() -> None:
     plan = WeightPlan(book, ["p", "q"])
     assert [plan.arrived(name) for name in ("x", "y", "stranger")] == [True, False, True]
     assert plan.missing() == ()
+
+
+def test_of_alternatives_the_first_one_is_wanted() -> None:
+    book = RuleBook([WeightRule("x", "p", optional=True), WeightRule("y", "p"), WeightRule("z", "q"), *RULES])
+    plan = WeightPlan(book, ["p", "q", "b.0.w.1.gate_up.weight"])
+    wanted = [(parameter, expected.stored_name, expected.shard) for parameter, expected in plan.wanted()]
+    fused = "b.0.w.1.gate_up.weight"
+    assert wanted == [
+        ("p", "x", None),
+        ("q", "z", None),
+        (fused, "b.0.w.1.gate.weight", "gate"),
+        (fused, "b.0.w.1.up.weight", "up"),
+    ]

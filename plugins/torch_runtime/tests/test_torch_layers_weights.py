@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from hardpoint_torch_runtime.layers import (
     TensorParallel,
     UnquantizedLinearMethod,
 )
-from hardpoint_torch_runtime.weights import RuleBook
+from hardpoint_torch_runtime.weights import RuleBook, WeightInventor
 
 CPU = torch.device("cpu")
 INFO = ModelInfo(
@@ -258,6 +258,42 @@ def test_the_bar_counts_stored_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("sys.stderr", stream)
         load(TinyModel(), stored(complete()), show_progress=shown)
         assert ("Loading weights of tiny: 100%" in stream.getvalue()) is wanted
+
+
+class Inventing(ListedLoader):
+    """Makes up zeros, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def invent(self, wanted: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[WeightTensor]:
+        for name, shape in wanted:
+            self.asked.append((name, shape))
+            yield WeightTensor(name, "float32", shape, np.zeros(shape, dtype=np.float32))
+
+    def tensors(self, info: ModelInfo) -> Iterator[WeightTensor]:
+        raise AssertionError("there are no files")
+
+
+def test_an_inventor_is_asked_for_all_that_the_rules_expect() -> None:
+    """Stored names and shapes, the parts of a fused layer apart, in the order of the model."""
+    loader, model = Inventing(), TinyModel()
+    assert isinstance(loader, WeightInventor)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    report = load_weights(model, loader, INFO, show_progress=False)  # type: ignore[arg-type]
+    assert dict(loader.asked) == {name: array.shape for name, array in complete().items()}
+    assert report.num_tensors == len(loader.asked) == 5
+    assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
+
+
+def test_an_inventor_cannot_make_up_for_a_forgotten_rule() -> None:
+    model = TinyModel()
+    model.register_parameter("forgotten", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    with pytest.raises(ModelFormatError, match=r"without a weight rule in the model plugin: forgotten"):
+        load_weights(model, Inventing(), INFO, show_progress=False)  # type: ignore[arg-type]
 
 
 def test_something_that_is_no_module_is_refused() -> None:
