@@ -214,6 +214,35 @@ def test_running_rows_append_blocks_and_resumed_ones_replace_them(make_row: Any)
     assert not table.ids[1, 2:].any()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_row_may_be_resumed_in_the_step_that_preempts_it(
+    world: Any, make_step: Any, make_row: Any, is_async: bool
+) -> None:
+    """R4.32, P4.1: it is still in its slot, and its old blocks, which others fill in this very step, are not read."""
+    expected = world.generate(world.start(), [world.engine_request("x", PROMPT, max_tokens=3)])["x"]
+    worker = start(world, streams=FakeStreams() if is_async else None)
+    row = make_row(0, PROMPT, [1, 2])
+    tokens = taken(worker.execute(make_step(0, [(0, 1, 0, 7, True)], new_rows=[row]))).token_ids.tolist()
+    again = make_row(0, [*PROMPT, *tokens], [6, 5, 7], generation=2, num_prompt_tokens=7, resumed=True)
+    other = make_row(1, [9] * 8, [2, 1, 3])
+    step = make_step(1, [(1, 1, 0, 8, True), (0, 2, 0, 8, True)], new_rows=[other, again], preempted=[0])
+    tokens.append(int(taken(worker.execute(step)).token_ids[1]))
+    step = make_step(2, [(1, 1, 8, 1, True), (0, 2, 8, 1, True)])
+    tokens.append(int(taken(worker.execute(step)).token_ids[1]))
+    assert tokens == expected
+
+
+def test_layers_of_a_group_share_one_mapping(world: Any, make_step: Any, make_row: Any) -> None:
+    """R4.51: by layer as well as by group it is one tensor, a part of the persistent buffer."""
+    worker = start(world)
+    step = make_step(0, [(0, 1, 0, 7, True)], new_rows=[make_row(0, PROMPT, [1, 2])])
+    worker.runner.state.apply(step)
+    batch = worker.runner.inputs.build(step)
+    _, mappings = worker.runner.groups.build(batch, step)
+    assert list(mappings) == ["layers.0.attn", "layers.1.attn"]
+    assert all(mapping is batch.slot_mappings[0] for mapping in mappings.values())
+
+
 def test_groups_that_keep_nothing_map_everything_to_zero(make_step: Any, make_row: Any) -> None:
     """R4.52: and need no blocks; the other group's mapping is a part of its own buffer."""
     state = SlotState(2, 20, [4, 4], keeps_kv=[False, True])

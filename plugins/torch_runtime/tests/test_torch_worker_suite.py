@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
+
 from hardpoint_testing_torch import WorkerSuite
 
 
@@ -22,3 +24,11 @@ class TestTorchWorkerWithWindows(WorkerSuite):
         "sliding_window": 6,
         "max_window_layers": 1,
     }
+
+
+@pytest.mark.slow
+class TestTorchWorkerThatPromises(WorkerSuite):
+    """Results stay on the device until they are asked for."""
+
+    plugin: ClassVar[str | None] = "torch"
+    options: ClassVar[Mapping[str, Any]] = {"asynchronous_output": True}

@@ -59,6 +59,10 @@ class ForcedToken(LogitsProcessor):
         for slot, token in zip(slots.tolist(), token_ids.tolist(), strict=True):
             self.answers[slot].append(token)
 
+    def heard(self, slot: int, tokens: list[int]) -> bool:
+        """Whether it was told of ``tokens``; the last one may be on its way until the next :meth:`apply`."""
+        return self.answers[slot] in (tokens, tokens[:-1])
+
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         for index, slot in enumerate(slots.tolist()):
             if slot in self.tokens:

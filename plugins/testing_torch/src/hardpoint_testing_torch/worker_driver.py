@@ -15,7 +15,7 @@ from hardpoint.interfaces.request import SamplingParams
 from hardpoint.interfaces.step import BlockUpdate, Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig
 
-__all__ = ["WorkerDriver", "check_output"]
+__all__ = ["WorkerDriver", "check_output", "take_output"]
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:
@@ -175,9 +175,7 @@ class WorkerDriver:
         if step.defers_sampling:
             assert answer == Deferred(step.step_id), f"a step that defers sampling was answered with {answer!r}"
             answer = self.worker.sample(step.step_id, grammar)
-        result = answer.result() if isinstance(answer, PendingOutput) else answer
-        assert isinstance(result, RunnerOutput), f"step {step.step_id} was answered with {result!r}"
-        return result
+        return take_output(answer)
 
     def absorb(self, step: SchedulerOutput, output: RunnerOutput) -> RunnerOutput:
         """Check ``output`` and append its tokens to their requests."""
@@ -199,6 +197,13 @@ class WorkerDriver:
             left = {name: len(self.rows[name].tokens) - self.rows[name].computed for name in waiting}
             self.step({name: min(chunk or number, number) for name, number in left.items()})
         return {name: self.outputs[name] for name in self.rows}
+
+
+def take_output(answer: object) -> RunnerOutput:
+    """What a worker answered, waited for if it is a promise."""
+    result = answer.result() if isinstance(answer, PendingOutput) else answer
+    assert isinstance(result, RunnerOutput), f"a step was answered with {result!r}"
+    return result
 
 
 def check_output(step: SchedulerOutput, output: RunnerOutput, vocab_size: int) -> None:

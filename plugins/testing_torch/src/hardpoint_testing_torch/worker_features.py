@@ -81,7 +81,7 @@ class WorkerFeatures(WorkerSuiteBase):
         check_greedy(tiny, PROMPTS["few"], tokens["plain"], "a request the processor leaves alone")
         assert processor.entered == ["plain", "forced"], "each request enters the processor once"
         for row in driver.rows.values():
-            assert processor.answers[row.slot or 0] == row.tokens[row.num_prompt :], (
+            assert processor.heard(row.slot or 0, row.tokens[row.num_prompt :]), (
                 f"observe() was told other tokens of {row.name} than were drawn"
             )
         slot = driver.rows["forced"].slot
@@ -238,7 +238,7 @@ class WorkerFeatures(WorkerSuiteBase):
         driver.step({"told": 1}, known_tokens=known)
         check_greedy(tiny, [*prompt, FORCED], driver.outputs["told"], "after a token from elsewhere")
         if self.logits_processors_option is not None:
-            assert processor.answers[0] == [FORCED, *driver.outputs["told"]], "observe() must hear of them as well"
+            assert processor.heard(0, [FORCED, *driver.outputs["told"]]), "observe() must hear of them as well"
 
 
 def _giving(made: LogitsProcessor) -> Callable[[Any], LogitsProcessor]:

@@ -21,7 +21,7 @@ from hardpoint.ipc import Decoder, encode
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader
 from hardpoint_testing_torch.tiny_models import TinyModel
 from hardpoint_testing_torch.worker_base import PROMPTS, Start
-from hardpoint_testing_torch.worker_driver import WorkerDriver
+from hardpoint_testing_torch.worker_driver import WorkerDriver, take_output
 from hardpoint_testing_torch.worker_features import EMBEDDING, WorkerFeatures
 from hardpoint_testing_torch.worker_world import LOADER, check_greedy, plan_kv
 
@@ -210,9 +210,7 @@ class WorkerSuite(WorkerFeatures):
             driver.worker.execute(msgspec.structs.replace(step, step_id=step.step_id + 1))
         with pytest.raises(RuntimeError):
             driver.worker.sample(step.step_id + 7, None)
-        output = driver.worker.sample(step.step_id, None)
-        assert isinstance(output, RunnerOutput)
-        driver.absorb(step, output)
+        driver.absorb(step, take_output(driver.worker.sample(step.step_id, None)))
         with pytest.raises(RuntimeError):
             driver.worker.sample(step.step_id, None)
         check_greedy(tiny, PROMPTS["few"], driver.generate(4)["few"], "around a deferred step")

@@ -6,13 +6,13 @@ step's order only where an attention backend wants decode rows first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
-from hardpoint.interfaces.request import Int32Array
+from hardpoint.interfaces.request import BoolArray, Int32Array
 from hardpoint.interfaces.step import SchedulerOutput, TokenUpdate
 from hardpoint_torch_runtime.runner.buffers import StagedBuffer
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens, RowSpans
@@ -143,8 +143,7 @@ class InputBuilder:
         row_drafts = _in_order(step.drafts if drafts is None else drafts, order)
         num_drafts = None if row_drafts is None else row_drafts.counts[sample_rows]
         num_logits = self._index_logits(starts[1:][sample_rows], num_drafts)
-        spans = RowSpans(slots, starts[1 : num_rows + 1], samples, num_tokens, padded_tokens)
-        token_ids, draft_ids = self._upload_ids(spans, row_drafts)
+        token_ids, draft_ids = self._upload_ids(slots, samples, num_tokens, padded_tokens, row_drafts)
         return InputBatch(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -178,12 +177,21 @@ class InputBuilder:
         self._logits_indices.host[:total] = np.repeat(ends - np.cumsum(widths), widths) + self._arange[:total]
         return total
 
-    def _upload_ids(self, spans: RowSpans, drafts: TokenUpdate | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _upload_ids(
+        self, slots: Int32Array, samples: BoolArray, num_tokens: int, num_padded: int, drafts: TokenUpdate | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._device_tokens is None:
             known = None if drafts is None else torch.from_numpy(drafts.ids.astype(np.int64))
-            return self._token_ids.upload(spans.num_padded), known
-        if drafts is not None:
-            spans = replace(spans, num_drafts=drafts.counts, draft_ids=drafts.ids)
+            return self._token_ids.upload(num_padded), known
+        spans = RowSpans(
+            slots,
+            self._query_start_loc.host[1 : len(slots) + 1],
+            samples,
+            num_tokens,
+            num_padded,
+            num_drafts=None if drafts is None else drafts.counts,
+            draft_ids=None if drafts is None else drafts.ids,
+        )
         return self._device_tokens.fill(self._token_ids, spans)
 
     def _order(self, step: SchedulerOutput, threshold: int | None) -> np.ndarray:

@@ -29,15 +29,14 @@ def assemble_output(
     """
     num_sampled = np.zeros(step.num_rows, dtype=np.int32)
     num_sampled[sampled_rows] = samples.counts
-    num_sampled[list(failures)] = 0
-    order = np.argsort(sampled_rows, kind="stable")
-    order = order[num_sampled[sampled_rows[order]] > 0]
+    if failures:
+        num_sampled[list(failures)] = 0
     return RunnerOutput(
         step_id=step.step_id,
         slots=step.slots,
         generations=step.generations,
         num_sampled=num_sampled,
-        token_ids=_in_order(samples, order),
+        token_ids=_in_order(samples, sampled_rows, num_sampled if failures else None),
         logprobs=_logprobs(samples.logprobs, sampled_rows, num_sampled),
         prompt_logprobs=prompt_logprobs,
         failures=tuple(
@@ -50,14 +49,20 @@ def assemble_output(
     )
 
 
-def _in_order(samples: StepSamples, order: np.ndarray) -> np.ndarray:
-    """int32, tokens of the rows in ``order``."""
-    if len(samples.token_ids) == len(samples.counts):
-        return samples.token_ids[order].astype(np.int32)
+def _in_order(samples: StepSamples, sampled_rows: np.ndarray, num_sampled: np.ndarray | None) -> np.ndarray:
+    """int32, tokens in the order of the step's rows; without those whose ``num_sampled`` is 0, if that is given."""
+    is_plain = len(samples.token_ids) == len(samples.counts)
+    if num_sampled is None and is_plain and bool((sampled_rows[1:] > sampled_rows[:-1]).all()):
+        return samples.token_ids
+    order = np.argsort(sampled_rows, kind="stable")
+    if num_sampled is not None:
+        order = order[num_sampled[sampled_rows[order]] > 0]
+    if is_plain:
+        return samples.token_ids[order]
     counts = samples.counts[order]
     first = (np.cumsum(samples.counts) - samples.counts)[order]
     places = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return samples.token_ids[places].astype(np.int32)
+    return samples.token_ids[places]
 
 
 def _logprobs(

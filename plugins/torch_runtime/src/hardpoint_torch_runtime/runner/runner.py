@@ -65,6 +65,7 @@ class ModelRunner:
         self.inputs = inputs
         self.flags = flags or RunnerFlags(only_pools=False)
         self.forwards = forwards or ForwardPass(model, groups, kv, state.embeddings)
+        self._reorder_threshold = groups.reorder_threshold
         self._axes = axes
         self._pooling = pooling
         self._extensions = tuple(extensions)
@@ -121,7 +122,7 @@ class ModelRunner:
             step,
             num_computed=applied.num_computed,
             drafts=applied.drafts,
-            reorder_threshold=self.groups.reorder_threshold,
+            reorder_threshold=self._reorder_threshold,
             pad_tokens=shape.pad_tokens,
             pad_rows=shape.pad_rows,
         )
@@ -133,6 +134,8 @@ class ModelRunner:
         return batch if axes is None else replace(batch, positions=axes)
 
     def _payloads(self, step: SchedulerOutput) -> dict[str, object]:
+        if not self._extensions:
+            return {}
         found = ((extension.name, extension.finish_step(step)) for extension in self._extensions)
         return {name: payload for name, payload in found if payload is not None}
 
