@@ -69,7 +69,7 @@ CASES: Mapping[str, Case] = {
 
 
 BAMBA, GRANITE = FAMILIES
-RUNS = [(BAMBA, name) for name in CASES] + [(GRANITE, name) for name in ("chunks", "thrown out", "aligned")]
+RUNS = [(BAMBA, name) for name in CASES] + [(GRANITE, name) for name in ("thrown out", "aligned")]
 
 
 @pytest.fixture(scope="module")

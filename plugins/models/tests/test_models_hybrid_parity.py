@@ -68,12 +68,6 @@ VARIANTS = [
     pytest.param("BambaForCausalLM", create_bamba, AWKWARD_BAMBA, id="bamba-awkward"),
     pytest.param("BambaForCausalLM", create_bamba, {**MIXER, **RECURRENT}, id="no-attention-at-all"),
     pytest.param("GraniteMoeHybridForCausalLM", create_granite_hybrid, AWKWARD_GRANITE, id="granite-awkward"),
-    pytest.param(
-        "GraniteMoeHybridForCausalLM",
-        create_granite_hybrid,
-        {**GRANITE, "layer_types": ["full_attention"] * 3, "num_experts_per_tok": 3},
-        id="attention-only",
-    ),
 ]
 
 

@@ -36,17 +36,3 @@ class TestGraniteHybrid(ModelSuite):
         "logits_scaling": 5.0,
     }
     unknown_config: ClassVar[Mapping[str, Any]] = {"hidden_act": "of_nobody", "position_embedding_type": "of_nobody"}
-
-
-class TestGraniteHybridWithoutExperts(ModelSuite):
-    plugin: ClassVar[str | None] = "GraniteMoeHybridForCausalLM"
-    checkpoint_config: ClassVar[Mapping[str, Any]] = {
-        "mamba_n_heads": 6,
-        "mamba_d_state": 8,
-        "layer_types": ["full_attention", "linear_attention"],
-        "num_hidden_layers": 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 32,
-        "position_embedding_type": "rope",
-        "tie_word_embeddings": True,
-    }
