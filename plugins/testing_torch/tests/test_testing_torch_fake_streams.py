@@ -90,13 +90,14 @@ def test_the_executor_takes_outputs_when_it_is_asked_for_them() -> None:
         def execute(self, step: Any) -> Any:
             return late
 
-    executor = PromisingExecutor(Promising())
+    worker = Promising()
+    executor = PromisingExecutor(worker)
     step: Any = None
     future = executor.execute(step)
     assert not future.done()
     assert late.num_taken == 0
     assert future.result() is future.result()
     assert late.num_taken == 1
-    assert executor.collective_rpc("supported_tasks") == [["generate"]]
+    assert executor.collective_rpc("supported_tasks") == [worker.supported_tasks()]
     with pytest.raises(ConfigError, match="'sing' is not callable; allowed: .*execute"):
         executor.collective_rpc("sing")
