@@ -16,7 +16,8 @@ from hardpoint_testing_torch import ParityCase, write_tiny_tokenizer
 from hardpoint_testing_torch.tiny_models import TINY_SIZES
 from model_cases import CASES
 
-QUICK = ("MixtralForCausalLM",)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 PLAIN = {case.architecture: case for case in reversed(CASES)}
 """The first case of each architecture."""
 PROMPT = Prompt(token_ids=[3, 1, 4, 1, 5, 9, 2, 6])
@@ -47,11 +48,7 @@ def answer(folder: Path, *, seed: int = 0, dtype: str = "float32", **settings: A
     return [one.logprob for position in positions for one in position.top]
 
 
-def is_slow(architecture: str) -> Any:
-    return pytest.param(architecture, marks=() if architecture in QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("architecture", [is_slow(architecture) for architecture in sorted(PLAIN)])
+@pytest.mark.parametrize("architecture", sorted(PLAIN))
 def test_made_up_weights_are_the_same_each_time_and_others_by_another_seed(architecture: str, tmp_path: Path) -> None:
     folder = write_config(PLAIN[architecture], tmp_path / architecture)
     first, again, other = (answer(folder, seed=seed) for seed in (1, 1, 2))
@@ -60,8 +57,6 @@ def test_made_up_weights_are_the_same_each_time_and_others_by_another_seed(archi
     assert first != other
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ranks_take_their_shares_of_the_same_tensors(tmp_path: Path) -> None:
     folder = write_config(PLAIN["MixtralForCausalLM"], tmp_path / "mixture")
     alone = answer(folder)

@@ -102,7 +102,7 @@ def outcome(model: Path, **limits: Any) -> str:
 
 
 def quick_or_slow(name: str) -> Any:
-    is_quick = name in ("config.json", "tokenizer.json", "model.safetensors")
+    is_quick = name in ("config.json", "model.safetensors")
     return pytest.param(name, marks=() if is_quick else pytest.mark.slow)
 
 

@@ -75,7 +75,7 @@ def test_a_page_reads_as_it_was_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("generate_models_table.PAGE", path)
     assert read_page() == rows_of([made])
     assert differences([made]) == []
-    assert "- TP2 of GhostForCausalLM: for no reason" in path.read_text(encoding="utf-8")
+    assert "- prefix, preempt, TP2 of GhostForCausalLM: for no reason" in path.read_text(encoding="utf-8")
     assert differences([report(prefill=3e-5, chunk=2.0, decode=0.0, batch=math.inf, bfloat16=0.02)]) == []
     changed = report(prefill=3e-4, chunk=2.0, decode=1.0, batch=math.inf, bfloat16=0.02, tp2=1e-6)
     assert [line.split(":")[0] for line in differences([changed])] == [

@@ -126,9 +126,8 @@ def test_only_whole_computed_blocks_can_be_shared(tiny: TinyModel) -> None:
     assert driver.num_computed("new") == 8
 
 
-@pytest.mark.parametrize(
-    "mode", ["prefill", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("decode", "prefix", "preempt"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prefill", "decode", "prefix", "preempt"])
 def test_the_engine_and_an_oracle_that_disagrees(mode: str, tmp_path: Path) -> None:
     parity = GenerationParity(LLAMA, tmp_path)
     sound = parity.run(mode)
