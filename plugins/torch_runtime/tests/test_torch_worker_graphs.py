@@ -65,3 +65,9 @@ class TestCapturedWorkerWithWindows(CapturedSuite):
         "sliding_window": 6,
         "max_window_layers": 1,
     }
+
+
+class TestCapturedWorkerThatPromises(CapturedSuite):
+    """R4.55, R4.68: samples stay on the device, and a recording reads the ids that are made of them there."""
+
+    options: ClassVar[Mapping[str, Any]] = {**CapturedSuite.options, "asynchronous_output": True}
