@@ -42,9 +42,9 @@ from hardpoint.plugins.platform_selection import select_platform
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.selection import PluginSelection
 found = discover()
-choice = select_platform(build_plan(found, PluginSelection(allow=("cpu",))), installed=found)
+name, _ = select_platform(build_plan(found, PluginSelection(allow=("cpu",))), installed=found)
 sys.setprofile(None)
-print(json.dumps({"early": early, "later": sorted({*seen}), "platform": choice.name}))
+print(json.dumps({"early": early, "later": sorted({*seen}), "platform": name}))
 """
 
 

@@ -104,15 +104,15 @@ def start_runtime(
     plan = build_plan(installed, selection)
     runtime = PluginRuntime(plan, roles | {ProcessRole.LAUNCHER}, installed=installed)
     HookRunner.from_runtime(runtime)  # Before anything that may touch hardware or import a framework.
-    choice = select_platform(plan, engine.execution.platform, installed=installed)
-    reason = "; ".join(f"{name}: {probe.status} ({probe.reason})" for name, probe in choice.probes)
+    chosen, probes = select_platform(plan, engine.execution.platform, installed=installed)
+    reason = "; ".join(f"{probe.name}: {probe.result.status} ({probe.result.reason})" for probe in probes)
     selected_by = SelectedBy.DEFAULT if engine.execution.platform is None else SelectedBy.NAMED
-    runtime.plan = plan.choose("platform", choice.name, selected_by, reason)
+    runtime.plan = plan.choose("platform", chosen, selected_by, reason)
     for notice in plan.notices:
         _logger.info("%s", notice)
     for notice in selection.without_effect():
         _logger.warning("%s", notice)
-    runtime.platform = runtime.make("platform", choice.name)
+    runtime.platform = runtime.make("platform", chosen)
     return runtime
 
 

@@ -47,8 +47,8 @@ def plan(site: Path) -> PluginPlan:
     """What the launcher settled on."""
     found = discover([str(site)])
     made = build_plan(found, PluginSelection())
-    choice = select_platform(made, installed=found)
-    return made.choose("platform", choice.name, SelectedBy.DEFAULT, "available")
+    name, _ = select_platform(made, installed=found)
+    return made.choose("platform", name, SelectedBy.DEFAULT, "available")
 
 
 @pytest.mark.parametrize("roles", ROLES)

@@ -415,5 +415,5 @@ class TestFakeDevice:
     def test_it_is_chosen_where_it_is_installed(self, site: Path) -> None:
         install_fake_platform(site)
         found = discover([str(site)])
-        assert select_platform(build_plan(found, PluginSelection()), installed=found).name == "fake"
+        assert select_platform(build_plan(found, PluginSelection()), installed=found)[0] == "fake"
         assert FakePlatform.kind is PlatformKind.OUT_OF_TREE

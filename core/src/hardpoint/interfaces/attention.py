@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.block_size import BlockSizeRule as BlockSizeRule
@@ -114,7 +114,6 @@ class CommonAttentionMetadata:
     for_graph: bool = False
     causal: bool = True
     num_common_prefix_blocks: int = 0
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 class AttentionMetadataBuilder(ABC):

@@ -6,8 +6,8 @@ Both are free of any device library: they run in the launcher (description, earl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -99,7 +99,6 @@ class WeightLoaderContext(PluginContext):
     """``packed``: yield packed tensors as stored (a quantization method will run them) instead of dequantizing."""
 
     packed: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class WeightLoader(ABC):

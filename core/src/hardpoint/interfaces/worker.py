@@ -66,7 +66,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     show_progress: bool = True
     seed: int = 0
-    features: tuple[tuple[str, str], ...] = ()
     extensions: dict[str, Any] = {}
 
 

@@ -25,17 +25,11 @@ class PlatformProbe(NamedTuple):
     fallback: bool
 
 
-class PlatformChoice(NamedTuple):
-    """The platform's name and the answers that led to it."""
-
-    name: str
-    probes: list[tuple[str, ProbeResult]]
-
-
 def select_platform(
     plan: PluginPlan, requested: str | None = None, *, installed: Discovery | None = None
-) -> PlatformChoice:
-    """The platform to use: ``requested``, or else the only available one, fallbacks last.
+) -> tuple[str, list[PlatformProbe]]:
+    """The platform to use, and the answers that led to it: ``requested``, or else the only available one, fallbacks
+    last.
 
     A platform named in the plan counts as requested. Raises ``PluginNotFoundError`` when none is usable,
     ``PluginLoadError`` for broken hardware (unless another platform was named) and for a requested platform that is not
@@ -48,8 +42,7 @@ def select_platform(
     runtime = PluginRuntime(plan, {ProcessRole.LAUNCHER}, installed=installed)
     names = runtime.candidates("platform") if requested is None else (requested,)
     probes = [probe_platform(runtime, name) for name in names]
-    chosen = judge(probes, requested, runtime.names("platform"))
-    return PlatformChoice(chosen, [(probe.name, probe.result) for probe in probes])
+    return judge(probes, requested, runtime.names("platform")), probes
 
 
 def probe_platform(runtime: PluginRuntime, name: str) -> PlatformProbe:
