@@ -53,6 +53,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         "plugins/model_io/tests/test_model_io_conformance.py", "TestJinja", ("ChatRenderer",), RENDERER
     ),
     "cli_command": Specimen(f"{CORE}cli_command_suite.py", "TestCount", ("CliCommand",)),
+    "communicator": Specimen(f"{TORCH}communicator_suite.py", "TestPlain", ("Communicator",)),
     "endpoint": Specimen(f"{CORE}endpoint_suite.py", "TestSayEndpoint", ("Endpoint",)),
     "executor": Specimen(
         "plugins/executors/tests/test_exec_conformance.py", "TestUniproc", ("Executor", "PendingOutput"), UNIPROC
@@ -80,9 +81,8 @@ SPECIMENS: Mapping[str, Specimen] = {
     "weight_loader": Specimen(f"{CORE}weight_loader_suite.py", "TestLineLoader", ("WeightLoader",)),
     "worker": Specimen("plugins/torch_runtime/tests/test_torch_worker_suite.py", "TestTorchWorker", ("Worker",)),
 }
-WITHOUT_METHODS = {"communicator", "custom_op", "hash", "hooks"}
-"""Descriptions, functions, and what layers alone call, whose protocol is theirs; each hook has an occasion of its own
-in the kit, which its tests check."""
+WITHOUT_METHODS = {"custom_op", "hash", "hooks"}
+"""Descriptions and functions; each hook has an occasion of its own in the kit, which its tests check."""
 
 OFFERED = {
     "EngineClient", "KVBlockPool", "ModelRouter", "PluginAccess", "RequestView",

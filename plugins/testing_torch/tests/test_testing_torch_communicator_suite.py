@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hardpoint.errors import ConfigError
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.worker import ParallelSlice, WorkerContext
 from hardpoint.testing.suite_runner import run_suite
 from hardpoint_testing_torch.communicator_suite import CommunicatorSuite
-from hardpoint_torch_runtime.layers import Communicator
 
 
 class Table:

@@ -14,6 +14,7 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY, BlockSizeRule, smallest_block_size
 from hardpoint.interfaces.chat_renderer import ChatRenderer, ChatRendererContext
 from hardpoint.interfaces.cli_command import CliCommand
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
 from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
@@ -78,8 +79,8 @@ __all__ = [
     "AttentionImpl", "AttentionKind", "AttentionLayerParams", "AttentionMetadataBuilder", "AttentionNeed",
     "AttentionSpec", "BlockHash", "BlockHashWithGroup", "BlockSizeRule", "BlockUpdate", "BlocksRemoved", "BlocksStored",
     "BoolArray", "CapturedGraph", "ChatRenderer", "ChatRendererContext", "ChunkedLocalAttentionSpec", "CliCommand",
-    "CommonAttentionMetadata", "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator", "CustomOps",
-    "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap", "EmbeddingOutput", "EncoderInputs",
+    "CommonAttentionMetadata", "Communicator", "Compiler", "CompletionOutput", "CrossAttentionSpec", "CustomOperator",
+    "CustomOps", "DecodeStream", "Deferred", "DeviceDescription", "DeviceMap", "EmbeddingOutput", "EncoderInputs",
     "EncoderOnlyAttentionSpec", "Endpoint", "EndpointContext", "EngineClient", "EngineOutput", "EngineOutputs",
     "EngineRequest", "EngineSettings", "Executor", "ExecutorContext", "ExternalMatch", "Feature", "FinishReason",
     "Float32Array", "FullAttentionSpec", "GrammarMask", "GraphBackend", "GraphSupport", "HashContext", "HashFunction",

@@ -37,8 +37,9 @@ from hardpoint.interfaces import (
     ThreadPlan,
     WorkerConfig,
 )
+from hardpoint.interfaces.plugin import PluginDeclaration
 from hardpoint.plugins.discovery import discover
-from hardpoint.plugins.plan import PluginPlan
+from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
 from hardpoint.plugins.selection import PluginSelection
@@ -212,6 +213,16 @@ class ExecutorSuite(PluginSuite):
             assert executor.sample(0, None).result(30).step_id == 0
             with pytest.raises(WorkerError, match="no deferred step 0"):
                 executor.sample(0, None).result(30)
+
+    def test_its_flags_are_known_before_it_exists(
+        self, start: Callable[..., Executor], planned: PlannedPlugin, declaration: PluginDeclaration
+    ) -> None:
+        """R4.3: what the factory declares, or has as a class, is what the executor's class says; unsaid is no."""
+        factory = self.runtime().load_factory(planned.kind, planned.name).factory
+        made = type(start(self.world_sizes[0]))
+        for flag in ("uses_actor_framework", "supports_pipeline_parallel"):
+            known = declaration.capabilities.get(flag, getattr(factory, flag, False))
+            assert known == getattr(made, flag), f"{flag}: known as {known} before, {getattr(made, flag)} on the class"
 
     def test_supported_tasks_are_asked_once(self, start: Callable[..., Executor]) -> None:
         """R4.11, P4.12: constant facts cost one call."""

@@ -13,7 +13,7 @@ __all__ = ["ProcessGroupCommunicator"]
 
 
 class ProcessGroupCommunicator:
-    """Implements ``Communicator`` of ``hardpoint_torch_runtime.layers`` over a backend of ``torch.distributed``.
+    """Implements ``Communicator`` over a backend of ``torch.distributed``.
 
     The framework's default process group is neither used nor made: a program that embeds an engine may have its own.
     ``advice`` ends the message of a failed collective.

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from hardpoint.errors import ConfigError
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.worker import ParallelSlice, WorkerContext
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint_testing_torch.linear_bench import bench_info
 from hardpoint_testing_torch.local_driver import worker_config
 from hardpoint_testing_torch.rank_threads import RankThreads
-from hardpoint_torch_runtime.layers import Communicator
 
 __all__ = ["CommunicatorSuite", "Group"]
 

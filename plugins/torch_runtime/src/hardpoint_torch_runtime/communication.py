@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hardpoint.errors import ConfigError, PluginNotFoundError
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers.parallel import Communicator
 from hardpoint_torch_runtime.plugin_access import create_in_worker
 
 __all__ = ["create_communicator", "smallest"]

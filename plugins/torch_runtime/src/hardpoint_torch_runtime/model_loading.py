@@ -8,13 +8,14 @@ import torch
 
 from hardpoint.errors import ConfigError, PluginNotFoundError, UnsupportedModelError
 from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
 from hardpoint.interfaces.model import Model, ModelContext, StageRange
 from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers import Communicator, LayerToolkit
+from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import WeightReport, load_weights

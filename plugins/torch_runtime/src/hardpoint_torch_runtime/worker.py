@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.graph_backend import GraphBackend
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
@@ -23,7 +24,7 @@ from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutpu
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
 from hardpoint_torch_runtime.communication import create_communicator, smallest
-from hardpoint_torch_runtime.layers import AttentionLayer, Communicator
+from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops

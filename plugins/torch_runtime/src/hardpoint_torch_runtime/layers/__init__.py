@@ -21,7 +21,7 @@ from hardpoint_torch_runtime.layers.linear_method import (
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, LatentUpProjection
 from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
-from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
@@ -38,7 +38,6 @@ __all__ = [
     "AttentionLayer",
     "CausalConv",
     "ColumnParallelLinear",
-    "Communicator",
     "EmbeddingTable",
     "ExpertMLP",
     "ExpertRouter",

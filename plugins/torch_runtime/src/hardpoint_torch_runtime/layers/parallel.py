@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hardpoint.errors import ConfigError
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.worker import ParallelSlice
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Communicator", "TensorParallel"]
+__all__ = ["TensorParallel"]
 
 _MOST_LISTED = 64
-
-
-class Communicator(Protocol):
-    """Collectives over the tensor-parallel group; every rank calls them in the same order with equal shapes.
-
-    A collective that cannot complete, because a rank is gone or late, raises ``RuntimeError`` and never hangs for good.
-    Several communicators in one process know nothing of one another.
-    """
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, same shape and the same bits on every rank; may work in place."""
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Concatenation of the ranks' tensors along ``dim`` in rank order."""
-
-    def close(self) -> None:
-        """Leave the group without waiting for anybody; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)

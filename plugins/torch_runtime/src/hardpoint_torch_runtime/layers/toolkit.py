@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionLayerParams
+from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -34,7 +35,7 @@ from hardpoint_torch_runtime.layers.linear_method import UnquantizedLinearMethod
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes
 from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
-from hardpoint_torch_runtime.layers.parallel import Communicator, TensorParallel
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import RoutingParameters
