@@ -17,7 +17,7 @@ from hardpoint.engine.core import EngineCore
 from hardpoint.engine.llm import LLM
 from hardpoint.engine.process_client import ProcessClient
 from hardpoint.errors import ConfigError, PluginLoadError, PluginNotFoundError
-from hardpoint.interfaces import Executor, SamplingParams
+from hardpoint.interfaces import Executor, ParallelSlice, SamplingParams
 from hardpoint.ipc import create_runtime_dir
 from hardpoint.launch import Launch, prepare
 from hardpoint.roles import ProcessRole
@@ -171,6 +171,15 @@ def test_what_a_class_claims_is_granted(made: list[str]) -> None:
     core = start(f"{MODULE}:Staged", pipeline_parallel_size=2)
     assert made == ["Staged"]
     core.shutdown()
+
+
+def test_sizes_of_the_grid_reach_the_workers() -> None:
+    """Ranks are counted once, from the sizes of the grid; platform and workers see the same number."""
+    started = launch(f"{MODULE}:Staged", tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert started.spec.worker_config.parallel == ParallelSlice(
+        world_size=8, tensor_parallel_size=4, pipeline_parallel_size=2
+    )
+    assert launch("fake").spec.worker_config.parallel == ParallelSlice()
 
 
 def test_flags_are_no_by_default() -> None:
