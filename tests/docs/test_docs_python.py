@@ -19,6 +19,7 @@ from hardpoint.errors import HardpointError, InvalidRequestError
 from hardpoint.interfaces import (
     CliCommand,
     CompletionOutput,
+    EmbeddingOutput,
     Logprob,
     ModelLimits,
     OutputKind,
@@ -119,10 +120,13 @@ def test_bounds_of_logprobs(name: str) -> None:
         (RequestMetrics, "What comes back"),
         (PositionLogprobs, "What comes back"),
         (Logprob, "What comes back"),
+        (EmbeddingOutput, "What comes back"),
     ],
 )
 def test_every_field_of_a_record_is_named(record: type[Any], title: str) -> None:
-    assert {field.name for field in dataclasses.fields(record)} <= names(section(title))
+    is_struct = issubclass(record, msgspec.Struct)
+    fields = record.__struct_fields__ if is_struct else [field.name for field in dataclasses.fields(record)]
+    assert {*fields} <= names(section(title))
 
 
 @pytest.mark.parametrize("front", [LLM, AsyncLLM])

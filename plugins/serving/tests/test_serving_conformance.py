@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hardpoint_serving.conformance import TestAdmin as TestAdmin
+from hardpoint_serving.conformance import TestEmbeddings as TestEmbeddings
 from hardpoint_serving.conformance import TestKVEvents as TestKVEvents
 from hardpoint_serving.conformance import TestOpenAI as TestOpenAI
 from hardpoint_serving.conformance import TestOps as TestOps
