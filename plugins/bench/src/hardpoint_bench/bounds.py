@@ -68,6 +68,9 @@ BOUNDS = {
     "priorities": Bound(1, 1_000_000),
     "trace-seed": Bound(-_SEED, _SEED),
     "speed": Bound(1e-6, 1e6, "2 doubles the load"),
+    "batch": Bound(1, 100_000),
+    "id-seed": Bound(0, _SEED),
+    "threads": Bound(1, 4_096),
     "step-cost": Bound(1e-3, 1e9, "microseconds; or 0"),
 }
 """By the options of the command."""

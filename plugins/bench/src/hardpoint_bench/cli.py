@@ -1,4 +1,4 @@
-"""``hardpoint bench``: the standard workloads on one model, offline, as a table or JSON; or a scheduler without one."""
+"""``hardpoint bench``: workloads on one model, offline, alone or against peers; or a scheduler without a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
 from hardpoint_bench.bounds import check_option
 from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
+from hardpoint_bench.model_command import run_model
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
-from hardpoint_bench.workloads import WORKLOADS, Workload
+from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
 
 __all__ = ["BenchCommand", "create"]
 
@@ -26,16 +27,19 @@ _REPEATS = 3
 
 class BenchCommand(CliCommand):
     help = (
-        "Measure a model with the standard workloads (`hardpoint bench [MODEL]`), "
+        "Measure a model with one workload (`hardpoint bench latency|throughput|prefill|prefix|startup MODEL`), alone "
+        "or against peers, with four of them in one process (`hardpoint bench [MODEL]`), "
         "or a scheduler without a model (`hardpoint bench scheduler`)."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_arguments(parser, with_server=False)
+        text = f"the model, behind {', '.join(BY_COMMAND)}"
+        parser.add_argument("measured_model", nargs="?", metavar="MODEL", help=text)
         group = parser.add_argument_group("benchmark")
         known = "; ".join(f"{workload.name}: {workload.description}" for workload in WORKLOADS.values())
         group.add_argument("--workload", action="append", choices=list(WORKLOADS), help=f"repeatable. {known}")
-        text = f"measured runs (default: {_REPEATS}; of a scheduler: 1)"
+        text = f"measured runs (default: {_REPEATS}; of one workload: 5; of a scheduler: 1)"
         group.add_argument("--repeats", type=int, metavar="N", help=text)
         group.add_argument("--json", action="store_true", help="print one JSON object")
         add_flags(parser)
@@ -43,6 +47,12 @@ class BenchCommand(CliCommand):
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.repeats is not None:
             check_option("repeats", arguments.repeats)
+        if (name := arguments.model) in BY_COMMAND:
+            if arguments.workload:
+                raise ConfigError(f"--workload is for `hardpoint bench MODEL`; `{name}` is a workload already")
+            return run_model(arguments, name, arguments.measured_model)
+        if (extra := arguments.measured_model) is not None:
+            raise ConfigError(f"{extra!r} after {name!r}: a second name follows one of {', '.join(BY_COMMAND)}")
         if arguments.model == SCHEDULER:
             if arguments.workload:
                 raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")

@@ -1,4 +1,4 @@
-"""The flags of ``hardpoint bench scheduler``: tables of options, and what was given."""
+"""The flags of ``hardpoint bench`` beyond settings: tables of options, and what was given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint.errors import ConfigError
 from hardpoint_bench.bounds import check_option
 
-__all__ = ["BOTH", "REPLAY", "STEADY", "Flag", "Values", "add_flags", "flags_given"]
+__all__ = ["BOTH", "MODEL", "REPLAY", "SHARED", "STEADY", "Flag", "Values", "add_flags", "every_flag", "flags_given"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ REPLAY = (
     Flag(
         "compare",
         "replay with a further scheduler, with options if given: KEY for its own, KIND.NAME.KEY for those of another "
-        "plugin; repeatable",
+        "plugin; repeatable. With a MODEL: a peer, see below",
         None,
         str,
         "NAME[:KEY=VALUE,...]",
@@ -104,6 +104,34 @@ REPLAY = (
     ),
     Flag("plot", "draw queue, running requests and blocks over time", None, str, "FILE.png|FILE.svg"),
 )
+
+
+MODEL = (
+    Flag("batch", "prompts that are submitted together"),
+    Flag("id-seed", "another seed draws other ids; every run of one command has ids of its own", 0),
+    Flag("threads", "compute threads of each side (default: what the platform plans)"),
+    Flag(
+        "peer-python",
+        "interpreter that has the compared peer installed (default: this one); NAME=PATH where there are several; "
+        "repeatable",
+        None,
+        str,
+        "[NAME=]PATH",
+        repeats=True,
+    ),
+    Flag(
+        "peer-model",
+        "what the compared peer loads instead of the same files; NAME=PATH where there are several; repeatable",
+        None,
+        str,
+        "[NAME=]PATH",
+        repeats=True,
+    ),
+)
+"""Of workloads on a model alone."""
+
+SHARED = ("prompt-len", "output-len", "shared-prefix", "compare")
+"""Flags of the forms above that workloads on a model have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +165,7 @@ class Values:
             raise ConfigError(f"{', '.join(alien)}: {why}")
 
 
-_FLAGS = {flag.name: flag for flag in (*BOTH, *STEADY, *REPLAY)}
+_FLAGS = {flag.name: flag for flag in (*BOTH, *STEADY, *REPLAY, *MODEL)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +181,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replay of a trace", text)
     for flag in REPLAY:
         flag.add_to(group)
+    text = (
+        "`latency`, `throughput`, `prefill`, `prefix` and `startup` in the place of MODEL and the model behind it. "
+        f"{', '.join(f'--{name}' for name in SHARED)} count as well: sizes of the workload, and a peer to compare with"
+    )
+    group = parser.add_argument_group("workload on a model", text)
+    for flag in MODEL:
+        flag.add_to(group)
+
+
+def every_flag() -> list[str]:
+    """The names of all of them."""
+    return [*_FLAGS]
 
 
 def flags_given(arguments: argparse.Namespace) -> list[str]:

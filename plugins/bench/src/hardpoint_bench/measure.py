@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,7 +11,7 @@ from hardpoint import LLM
 from hardpoint.interfaces import OutputKind, Prompt, RequestOutput, SamplingParams
 from hardpoint_bench.workloads import Workload, make_prompts
 
-__all__ = ["Figure", "Run", "figures", "run_workload"]
+__all__ = ["Figure", "Run", "condensed", "figures", "figures_of", "run_prompts", "run_workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +40,25 @@ class Run:
 
 
 def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
-    """Greedy, end-of-sequence ignored. Raises ``RuntimeError`` when a request yields fewer tokens than asked."""
+    """Raises what :func:`run_prompts` raises."""
+    return run_prompts(llm, make_prompts(workload, llm.limits.vocab_size, seed), workload.output)
+
+
+def run_prompts(llm: LLM, prompts: Sequence[Sequence[int]], output: int) -> Run:
+    """Greedy, end-of-sequence ignored. Raises ``RuntimeError`` when a request yields fewer tokens than ``output``."""
     params = SamplingParams(
-        temperature=0.0,
-        max_tokens=workload.output,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=OutputKind.FINAL_ONLY,
+        temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL_ONLY
     )
-    prompts = [Prompt(token_ids=ids) for ids in make_prompts(workload, llm.limits.vocab_size, seed)]
+    asked = [Prompt(token_ids=ids) for ids in prompts]
     started = time.perf_counter()
-    results = llm.generate(prompts, params)
-    return _condense(workload, results, time.perf_counter() - started)
+    results = llm.generate(asked, params)
+    return _condense(results, output, time.perf_counter() - started)
 
 
-def _condense(workload: Workload, results: Sequence[RequestOutput], seconds: float) -> Run:
+def _condense(results: Sequence[RequestOutput], output: int, seconds: float) -> Run:
     lengths = [len(result.outputs[0].token_ids) for result in results]
-    if lengths != [workload.output] * workload.num_requests:
-        raise RuntimeError(f"workload {workload.name}: wanted {workload.output} tokens per request, got {lengths}")
+    if lengths != [output] * len(results):
+        raise RuntimeError(f"wanted {output} tokens per request, got {sorted(set(lengths))}")
     metrics = [result.metrics for result in results if result.metrics is not None]
     first = [metric.ttft_s for metric in metrics if metric.ttft_s is not None]
     decode = [metric.decode_tokens_per_s for metric in metrics if metric.decode_tokens_per_s is not None]
@@ -66,21 +67,31 @@ def _condense(workload: Workload, results: Sequence[RequestOutput], seconds: flo
         ttft_s=median(first) if first else seconds,
         decode_tokens_per_s=median(decode) if decode else None,
         num_output_tokens=sum(lengths),
-        num_prompt_tokens=workload.prompt_length * workload.num_requests,
+        num_prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
         num_cached_tokens=sum(result.num_cached_tokens for result in results),
     )
 
 
-def figures(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Named figures of a workload's repeats; rates are tokens per second."""
+def figures_of(run: Run) -> dict[str, float]:
+    """Named figures of one repeat; rates are tokens per second."""
     named = {
-        "wall_s": Figure.of([run.seconds for run in runs]),
-        "ttft_s": Figure.of([run.ttft_s for run in runs]),
-        "output_tokens_per_s": Figure.of([run.num_output_tokens / run.seconds for run in runs]),
-        "prompt_tokens_per_s": Figure.of([run.num_prompt_tokens / run.seconds for run in runs]),
-        "cached_tokens": Figure.of([float(run.num_cached_tokens) for run in runs]),
+        "wall_s": run.seconds,
+        "ttft_s": run.ttft_s,
+        "output_tokens_per_s": run.num_output_tokens / run.seconds,
+        "prompt_tokens_per_s": run.num_prompt_tokens / run.seconds,
+        "cached_tokens": float(run.num_cached_tokens),
     }
-    decode = [run.decode_tokens_per_s for run in runs if run.decode_tokens_per_s is not None]
-    if decode:
-        named["decode_tokens_per_s"] = Figure.of(decode)
+    if run.decode_tokens_per_s is not None:
+        named["decode_tokens_per_s"] = run.decode_tokens_per_s
     return named
+
+
+def figures(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Those of a workload's repeats."""
+    return condensed([figures_of(run) for run in runs])
+
+
+def condensed(repeats: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+    """What all repeats tell, by name."""
+    names = [name for name in repeats[0] if all(name in repeat for repeat in repeats)]
+    return {name: Figure.of([repeat[name] for repeat in repeats]) for name in names}

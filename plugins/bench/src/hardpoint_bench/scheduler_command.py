@@ -11,7 +11,7 @@ from typing import Any
 
 from hardpoint.config import AppConfig, load_config
 from hardpoint_bench.bounds import check_settings, memory_told
-from hardpoint_bench.flags import BOTH, REPLAY, STEADY, Values
+from hardpoint_bench.flags import BOTH, MODEL, REPLAY, STEADY, Values
 from hardpoint_bench.hash_seed import own_hash_seed
 from hardpoint_bench.replay_command import is_replay, replay, write_trace
 from hardpoint_bench.rig import with_blocks
@@ -30,6 +30,7 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
     """Raises ``ConfigError`` for what makes no run, ``SchedulerFault`` for a scheduler that breaks the rules."""
     values = Values.of(arguments)
     values.check()
+    values.refuse([flag.name for flag in MODEL], "only for workloads on a model: `hardpoint bench latency MODEL`")
     if values.is_given("generate-trace"):
         others = [flag.name for flag in (*BOTH, *STEADY) if flag.name not in ("prompt-len", "shared-prefix")]
         values.refuse([*others, "trace", "compare", "plot"], "--generate-trace only writes; replay with --trace FILE")

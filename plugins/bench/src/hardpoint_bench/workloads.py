@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["WORKLOADS", "Workload", "make_prompts"]
+__all__ = ["BY_COMMAND", "WORKLOADS", "Workload", "make_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,19 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("prefix", "16 prompts sharing 768 tokens plus 32 own, 16 outputs each", 16, 768, 32, 16),
     )
 }
+
+
+BY_COMMAND: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        replace(WORKLOADS["single"], name="latency"),
+        replace(WORKLOADS["batch"], name="throughput"),
+        WORKLOADS["prefill"],
+        WORKLOADS["prefix"],
+        Workload("startup", "process start to the first token of one 128-token prompt", 1, 0, 128, 1),
+    )
+}
+"""``hardpoint bench NAME MODEL``."""
 
 
 def make_prompts(workload: Workload, vocab_size: int, seed: int, first_id: int = 1000) -> list[list[int]]:

@@ -1,0 +1,131 @@
+"""Hardpoint and its peers on one workload, in alternation: the same ids on each side, fresh ones in each repeat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from hardpoint.config import AppConfig
+from hardpoint.errors import ConfigError
+from hardpoint_bench.measure import Figure, condensed
+from hardpoint_bench.peers import OURS, ChosenPeer
+from hardpoint_bench.sides import Program, Result, Side
+from hardpoint_bench.workloads import Workload, make_prompts
+
+__all__ = ["Contest", "Entrant"]
+
+_SEEDS_APART = 1_000_003
+"""Runs of neighboring seeds draw ids of their own as long as there are fewer repeats than this."""
+
+
+@dataclass(slots=True)
+class Entrant:
+    """``facts`` are known, and ``results`` filled, once it ran; the unmeasured run is not among them."""
+
+    program: Program
+    job: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    def figures(self, *, starts: bool) -> dict[str, Figure]:
+        return condensed(self.each(starts=starts))
+
+    def each(self, *, starts: bool) -> list[dict[str, float]]:
+        """Figures of every repeat; of a start only what belongs to it."""
+        if not starts:
+            return [result.figures for result in self.results]
+        return [{"start_s": one.start_s, "peak_memory_mib": one.peak_memory_mib} for one in self.results]
+
+    def phases(self) -> dict[str, Figure]:
+        return condensed([result.phases for result in self.results])
+
+
+class Contest:
+    """``config`` is our side's. Raises what :class:`Side` raises, and ``ConfigError`` for prompts that fit no side."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: AppConfig,
+        peers: Sequence[ChosenPeer],
+        *,
+        seed: int,
+        threads: int | None,
+        tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    ) -> None:
+        self.workload = workload
+        self._peers = peers
+        self._seed = seed
+        self._threads = threads
+        self._tell = tell
+        self._vocab_size: int | None = None
+        self.ours = Entrant(OURS, {"config": config.model_dump(mode="json")})
+        self.entrants = [self.ours]
+
+    def run(self, repeats: int) -> None:
+        """One unmeasured run of each side, then ``repeats`` measured ones, whose order turns each time."""
+        with ExitStack() as stack:
+            sides = [stack.enter_context(self._side(self.ours))]
+            self._enter_peers()
+            sides += [stack.enter_context(self._side(entrant)) for entrant in self.entrants[1:]]
+            for repeat, entrant in self._turns(repeats):
+                self._run(sides[self.entrants.index(entrant)], entrant, repeat)
+
+    def run_starts(self, repeats: int) -> None:
+        """The same with a new process for every run, one at a time."""
+        for repeat, entrant in self._turns(repeats):
+            with self._side(entrant) as side:
+                self._run(side, entrant, repeat)
+
+    def _turns(self, repeats: int) -> Iterator[tuple[int, Entrant]]:
+        for repeat in range(repeats + 1):
+            order = list(self.entrants)
+            for entrant in order if repeat % 2 == 0 else reversed(order):
+                self._tell(f"{self.workload.name}: {entrant.program.name}, run {repeat} of {repeats}")
+                yield repeat, entrant
+                if repeat == 0 and entrant is self.ours and len(self.entrants) == 1 and self._peers:
+                    self._enter_peers()
+                    order += self.entrants[1:]
+
+    def _enter_peers(self) -> None:
+        """Once our side told which files it read and how."""
+        facts, workload = self.ours.facts, self.workload
+        sizes = {"batch": workload.num_requests, "max_len": workload.prompt_length + workload.output}
+        for peer in self._peers:
+            job = {
+                "model": peer.model or facts["model_path"],
+                "dtype": facts["dtype"],
+                "threads": self._threads or facts["threads"],
+                **sizes,
+            }
+            self.entrants.append(Entrant(peer.program, job))
+
+    @contextmanager
+    def _side(self, entrant: Entrant) -> Iterator[Side]:
+        with Side(entrant.program, entrant.job, threads=self._threads or self.ours.facts.get("threads")) as side:
+            entrant.facts = side.facts
+            self._check(side)
+            yield side
+
+    def _check(self, side: Side) -> None:
+        workload, longest = self.workload, side.facts["max_model_len"]
+        needed = workload.prompt_length + workload.output
+        if longest is not None and needed > longest:
+            raise ConfigError(
+                f"--prompt-len {workload.prompt_length} and --output-len {workload.output} need {needed} tokens; the "
+                f"context length of {side.program.name} is {longest}: lower them, or raise --max-model-len as far as "
+                "the model goes"
+            )
+        known = [size for size in (self._vocab_size, side.facts["vocab_size"]) if size is not None]
+        self._vocab_size = min(known, default=None)
+
+    def _run(self, side: Side, entrant: Entrant, repeat: int) -> None:
+        if self._vocab_size is None:
+            raise RuntimeError("no side was started yet")
+        prompts = make_prompts(self.workload, self._vocab_size, self._seed * _SEEDS_APART + repeat)
+        result = side.run(prompts, self.workload.output)
+        if repeat:
+            entrant.results.append(result)

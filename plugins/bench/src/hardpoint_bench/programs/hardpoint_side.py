@@ -1,0 +1,79 @@
+"""Hardpoint itself as a side of a benchmark: the offline engine with the settings of the command line."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hardpoint import LLM
+from hardpoint.config import AppConfig
+from hardpoint_bench.measure import run_prompts
+
+_ENGINE_LOGGER = "hardpoint.engine"
+_KV_PLANNED = "KV cache:"
+
+
+class _WeightsLoaded(logging.Handler):
+    """The engine says once that it planned its KV cache: the weights are in place then, and the warm-up comes next."""
+
+    def __init__(self, phases: Any) -> None:
+        super().__init__(logging.INFO)
+        self._phases = phases
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(_KV_PLANNED):
+            self._phases.begin("warm_up")
+
+
+class Engine:
+    def __init__(self, llm: LLM, facts: dict[str, Any]) -> None:
+        self._llm = llm
+        self.facts = facts
+
+    def run(self, prompts: list[list[int]], output_len: int) -> dict[str, Any]:
+        run = run_prompts(self._llm, prompts, output_len)
+        return {name: getattr(run, name) for name in run.__slots__}
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def load(job: dict[str, Any], phases: Any) -> Engine:
+    """``job["config"]`` is a whole configuration, as plain data."""
+    seen: dict[str, Any] = {}
+
+    class Watched(LLM):
+        """Tells when the plan is made, and keeps it for the report."""
+
+        def __init__(self, model: str, *, launch: Any, **settings: Any) -> None:
+            def watched(*arguments: Any) -> Any:
+                started = launch(*arguments)
+                seen["spec"] = started.spec
+                phases.begin("weights")
+                return started
+
+            super().__init__(model, launch=watched, **settings)
+
+    phases.begin("plugins")
+    logger, handler, level = logging.getLogger(_ENGINE_LOGGER), _WeightsLoaded(phases), logging.INFO
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    llm = Watched.from_config(AppConfig.model_validate(job["config"]))
+    logger.removeHandler(handler)
+    return Engine(llm, _facts(llm, seen["spec"]))
+
+
+def _facts(llm: LLM, spec: Any) -> dict[str, Any]:
+    artifact, worker = spec.model.artifact, spec.worker_config
+    is_file = len(artifact.files) == 1 and artifact.files[0].endswith(".gguf")
+    return {
+        "vocab_size": llm.limits.vocab_size,
+        "max_model_len": llm.limits.max_model_len,
+        "model_path": str(Path(artifact.root, artifact.files[0]) if is_file else artifact.root),
+        "architecture": spec.model.architecture,
+        "dtype": worker.dtype,
+        "quantization": worker.quantization,
+        "threads": worker.threads.compute_threads,
+        "ranks": worker.parallel.world_size,
+    }
