@@ -74,7 +74,7 @@ class FakeEngineClient:
     ) -> None:
         self.model_name = model_name
         self.reply = reply
-        self.limits = limits or ModelLimits(vocab_size=259, max_model_len=512)
+        self.limits = limits or ModelLimits(vocab_size=259, max_model_len=512, embedding_size=8)
         self.tokenizer: Tokenizer = FakeTokenizer()
         self.tasks = tasks
         self.step_s = step_s
@@ -143,7 +143,7 @@ class FakeEngineClient:
         finally:
             self.num_running -= 1
         ids = request.prompt_token_ids.tolist()
-        size = params.dimensions or self.limits.embedding_size or 8
+        size = min(params.dimensions or self.limits.embedding_size or 8, 4096)
         return EmbeddingOutput(uuid.uuid4().hex, tuple(ids), fake_embedding(ids, size))
 
     async def process(self, data: Any, options: RequestOptions | None = None) -> Any:
