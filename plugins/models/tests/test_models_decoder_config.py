@@ -45,7 +45,12 @@ def test_what_may_be_left_out() -> None:
     [
         ({"hidden_act": "gelu"}, UnsupportedModelError, r"'hidden_act' is 'gelu'; supported: 'silu'"),
         ({"pretraining_tp": 2}, UnsupportedModelError, "'pretraining_tp' is 2"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, UnsupportedModelError, "'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+            ModelFormatError,
+            "'longrope' .* needs 'short_factor'",
+        ),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, UnsupportedModelError, "'ntk'"),
         ({"hidden_size": None}, ModelFormatError, "'hidden_size' is None; a positive integer"),
         ({"num_hidden_layers": "4"}, ModelFormatError, "'num_hidden_layers' is '4'"),
         ({"vocab_size": True}, ModelFormatError, "'vocab_size' is True"),

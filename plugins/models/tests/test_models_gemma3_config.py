@@ -82,7 +82,7 @@ def test_windowed_layers_keep_their_rotation_where_scaling_is_for_full_ones() ->
         ({"hidden_activation": "silu"}, UnsupportedModelError, "'hidden_activation' is 'silu'"),
         ({"use_bidirectional_attention": True}, UnsupportedModelError, "'use_bidirectional_attention' is True"),
         ({"sliding_window": None}, ModelFormatError, "'sliding_window' is None; a positive integer"),
-        ({"query_pre_attn_scalar": 0}, ModelFormatError, "'query_pre_attn_scalar' is 0.0; it must be above zero"),
+        ({"query_pre_attn_scalar": 0}, ModelFormatError, "'query_pre_attn_scalar' is 0.0; it must be above 0"),
         ({"final_logit_softcapping": -1}, ModelFormatError, "'final_logit_softcapping' is -1.0"),
         ({"layer_types": ["chunked_attention"] * 7}, UnsupportedModelError, "'layer_types' holds 'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, ModelFormatError, "'layer_types' must list 7 layers"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_torch_runtime.layers import ACTIVATIONS
 
 __all__ = ["BertConfig", "PoolingMethod"]
@@ -61,12 +61,12 @@ class BertConfig:
         return cls(
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.num_layers(),
             num_heads=num_heads,
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             num_token_types=fields.integer("type_vocab_size", 2),
-            norm_eps=fields.number("layer_norm_eps", 1e-12),
+            norm_eps=fields.epsilon("layer_norm_eps", 1e-12),
             activation=config.get("hidden_act") or "gelu",
             pooling_method=pooling_method,
             normalizes=normalizes,
@@ -75,18 +75,25 @@ class BertConfig:
 
 def _pooling(fields: ConfigFields) -> tuple[PoolingMethod, bool]:
     """A bare checkpoint was trained to gather a text in its first token, and nothing says that lengths do not count."""
-    sentence = fields.raw.get(SENTENCE_FIELD)
+    sentence: Any = fields.raw.get(SENTENCE_FIELD)
     if sentence is None:
         return "cls", False
-    method, others = sentence.get("pooling_method"), sentence.get("other_modules") or ()
+    if not isinstance(sentence, Mapping):
+        raise ModelFormatError(
+            f"{fields.architecture}: config field {SENTENCE_FIELD!r} is {shown(sentence)}; an object is needed, or "
+            "none at all, since it is made of the files beside the weights"
+        )
+    method: Any = sentence.get("pooling_method")
+    others = sentence.get("other_modules") or ()
     if method not in get_args(PoolingMethod):
         raise UnsupportedModelError(
-            f"{fields.architecture}: the files beside the weights pool by {method!r}; supported: "
+            f"{fields.architecture}: the files beside the weights pool by {shown(method)}; supported: "
             f"{', '.join(map(repr, get_args(PoolingMethod)))}"
         )
     if others:
+        listed = ", ".join(map(shown, others)) if isinstance(others, list | tuple) else shown(others)
         raise UnsupportedModelError(
-            f"{fields.architecture}: modules.json lists {', '.join(map(repr, others))} behind the encoder, which are "
-            "not computed here; supported: 'Transformer', 'Pooling' and 'Normalize'"
+            f"{fields.architecture}: modules.json lists {listed} behind the encoder, which are not computed "
+            "here; supported: 'Transformer', 'Pooling' and 'Normalize'"
         )
     return method, bool(sentence.get("normalizes"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_torch_runtime.layers import LatentSizes, MixtureSizes, RopeParameters, RoutingParameters
 
 __all__ = [
@@ -123,7 +123,7 @@ class DecoderConfig:
         fields.require("pretraining_tp", (1,), 1)
         hidden_size = fields.integer("hidden_size")
         num_heads, num_kv_heads = require_grouped_heads(fields)
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = fields.num_layers()
         head_size = fields.integer("head_dim", hidden_size // num_heads)
         attention_bias = fields.flag("attention_bias", False)
         return cls(
@@ -134,7 +134,7 @@ class DecoderConfig:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             vocab_size=fields.integer("vocab_size"),
-            norm_eps=fields.number("rms_norm_eps", variant.default_eps),
+            norm_eps=fields.epsilon("rms_norm_eps", variant.default_eps),
             is_tied=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if variant.qkv_bias is None else variant.qkv_bias,
             output_bias=attention_bias if variant.output_bias is None else variant.output_bias,
@@ -193,12 +193,12 @@ def require_layer_types(fields: ConfigFields, layer_types: Any, num_layers: int)
     """
     if not isinstance(layer_types, list | tuple) or len(layer_types) != num_layers:
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {layer_types!r}"
+            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {shown(layer_types)}"
         )
     for kind in layer_types:
         if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: "
+                f"{fields.architecture}: config field 'layer_types' holds {shown(kind)}; supported: "
                 f"{', '.join(map(repr, LAYER_TYPES))}"
             )
     return layer_types

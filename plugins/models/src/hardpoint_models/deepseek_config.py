@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model import WeightRule
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import MAX_INTEGER, MAX_LAYERS, ConfigFields
 from hardpoint_models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
 from hardpoint_models.moe import expert_rules
 from hardpoint_torch_runtime.layers import LatentSizes, MixtureSizes, RopeParameters, RoutingParameters
@@ -85,7 +85,7 @@ def _read(
     fields.require("hidden_act", ("silu", "swish"), "silu")
     fields.require("pretraining_tp", (1,), 1)
     fields.require("moe_layer_freq", (1,), 1)
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    num_layers, num_heads = fields.num_layers(), fields.integer("num_attention_heads")
     hidden_size, intermediate_size = fields.integer("hidden_size"), fields.integer("intermediate_size")
     sizes = _sizes(fields, hidden_size, num_heads)
     rope = RopeParameters.from_config(fields.raw)
@@ -98,7 +98,7 @@ def _read(
         num_kv_heads=num_heads,
         head_size=sizes.rotary_size,
         vocab_size=fields.integer("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         is_tied=fields.flag("tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
@@ -133,7 +133,14 @@ def _attention_scale(sizes: LatentSizes, rope: RopeParameters) -> float:
     scale = float(sizes.query_size**-0.5)
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return scale
-    return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    sharpening = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    sharpened = scale * sharpening * sharpening
+    if not math.isfinite(sharpened):
+        raise ModelFormatError(
+            f"rotary settings in the model's config.json: mscale_all_dim={rope.mscale_all_dim} makes scores infinite; "
+            "it is about 1 in published models"
+        )
+    return sharpened
 
 
 def _groups(fields: ConfigFields, defaults: tuple[int, int]) -> tuple[int, int]:
@@ -188,7 +195,7 @@ def _latent_rules(sizes: LatentSizes) -> tuple[WeightRule, ...]:
 
 def _extra_layers(fields: ConfigFields, defaults: _Defaults, num_layers: int) -> tuple[WeightRule, ...]:
     """Behind the last layer checkpoints hold those that predict further tokens: ignored, whatever they consist of."""
-    count = _count(fields, "num_nextn_predict_layers", defaults.num_extra_layers)
+    count = _count(fields, "num_nextn_predict_layers", defaults.num_extra_layers, MAX_LAYERS)
     return tuple(
         WeightRule(".".join(("model.layers", str(number), *"*" * depth)), None)
         for number in range(num_layers, num_layers + count)
@@ -196,8 +203,9 @@ def _extra_layers(fields: ConfigFields, defaults: _Defaults, num_layers: int) ->
     )
 
 
-def _count(fields: ConfigFields, name: str, default: int) -> int:
+def _count(fields: ConfigFields, name: str, default: int, most: int = MAX_INTEGER) -> int:
     """As ``ConfigFields.integer``, but for none; so does an explicit null."""
-    if fields.raw.get(name, default) in (None, 0):
+    given = fields.raw.get(name, default)
+    if given is None or (type(given) is int and given == 0):
         return 0
-    return fields.integer(name, default)
+    return fields.integer(name, default, most)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint.errors import ModelFormatError
 from hardpoint_models.config_fields import ConfigFields
 from hardpoint_models.decoder_config import DecoderConfig, require_grouped_heads, require_layer_types
 from hardpoint_torch_runtime.layers import RopeParameters
@@ -27,7 +26,7 @@ def read_gemma3(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
     fields.require("use_bidirectional_attention", (False,), False)
     hidden_size = fields.integer("hidden_size")
     num_heads, num_kv_heads = require_grouped_heads(fields)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     is_local = _local_layers(fields, num_layers)
     attention_bias = fields.flag("attention_bias", False)
     rope, local_rope = _ropes(fields)
@@ -39,7 +38,7 @@ def read_gemma3(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_size=fields.integer("head_dim", DEFAULT_HEAD_SIZE),
         vocab_size=fields.integer("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         is_tied=fields.flag("tie_word_embeddings", True),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -47,7 +46,7 @@ def read_gemma3(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
         qk_norm=True,
         rope=rope,
         windows=_windows(fields, is_local),
-        attention_scale=_positive(fields, "query_pre_attn_scalar", DEFAULT_QUERY_SCALAR) ** -0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar", DEFAULT_QUERY_SCALAR) ** -0.5,
         activation="gelu_tanh",
         local_rope=local_rope,
         local_layers=is_local,
@@ -89,12 +88,5 @@ def _ropes(fields: ConfigFields) -> tuple[RopeParameters, RopeParameters]:
     return whole, RopeParameters.from_config(present)
 
 
-def _positive(fields: ConfigFields, name: str, default: float) -> float:
-    value = fields.number(name, default)
-    if not 0 < value < float("inf"):
-        raise ModelFormatError(f"{fields.architecture}: config field {name!r} is {value!r}; it must be above zero")
-    return value
-
-
 def _soft_cap(fields: ConfigFields, name: str) -> float | None:
-    return None if fields.raw.get(name) is None else _positive(fields, name, 1.0)
+    return None if fields.raw.get(name) is None else fields.positive(name, 1.0)

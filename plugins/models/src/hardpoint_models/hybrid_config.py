@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import ConfigFields, finite, shown
 from hardpoint_models.decoder_config import require_grouped_heads
 from hardpoint_torch_runtime.layers import MambaSizes, MixtureSizes, RopeParameters, RoutingParameters
 
@@ -112,11 +112,12 @@ def read_bamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
     """
     fields = ConfigFields(config, architecture)
     shared = _shared(fields, default_eps=1e-5)
-    attending = fields.raw.get("attn_layer_indices") or []
+    attending = fields.raw.get("attn_layer_indices")
+    attending = [] if attending is None else attending
     num_layers = shared["num_layers"]
     if not isinstance(attending, list | tuple) or any(type(n) is not int or not 0 <= n < num_layers for n in attending):
         raise ModelFormatError(
-            f"{architecture}: config field 'attn_layer_indices' is {attending!r}; a list of layer numbers below "
+            f"{architecture}: config field 'attn_layer_indices' is {shown(attending)}; a list of layer numbers below "
             f"num_hidden_layers={num_layers} is needed"
         )
     present = {name: value for name, value in config.items() if value is not None}
@@ -151,7 +152,7 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
         experts=experts,
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
-        logits_divisor=_positive(fields, "logits_scaling", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
     )
 
 
@@ -159,10 +160,10 @@ def _shared(fields: ConfigFields, default_eps: float) -> dict[str, Any]:
     fields.require("hidden_act", ("silu", "swish"), "silu")
     hidden_size = fields.integer("hidden_size")
     num_heads, num_kv_heads = require_grouped_heads(fields)
-    norm_eps = fields.number("rms_norm_eps", default_eps)
+    norm_eps = fields.epsilon("rms_norm_eps", default_eps)
     return {
         "hidden_size": hidden_size,
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": fields.num_layers(),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_size": fields.integer("head_dim", hidden_size // num_heads),
@@ -210,8 +211,8 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     limits = [_step_limit(limit) for limit in given] if isinstance(given, list | tuple) else []
     if len(limits) != 2 or None in limits or limits[0] > limits[1]:
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'time_step_limit' is {given!r}; a smallest and a largest number are "
-            "needed"
+            f"{fields.architecture}: config field 'time_step_limit' is {shown(given)}; a smallest and a largest number "
+            "are needed"
         )
     return limits[0], limits[1]
 
@@ -220,8 +221,7 @@ def _step_limit(given: Any) -> Any:
     """A float, or None. What JSON has no number for is also stored as ``{"__float__": "Infinity"}``."""
     if given == {"__float__": "Infinity"}:
         return math.inf
-    is_number = isinstance(given, int | float) and not isinstance(given, bool) and not math.isnan(given)
-    return float(given) if is_number else None
+    return math.inf if given == math.inf else finite(given)
 
 
 def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
@@ -231,7 +231,7 @@ def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
         return (True,) * num_layers
     if not isinstance(given, list | tuple) or len(given) != num_layers:
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {given!r}"
+            f"{fields.architecture}: config field 'layer_types' must list {num_layers} layers, not {shown(given)}"
         )
     return tuple(_is_recurrent(fields, kind) for kind in given)
 
@@ -239,7 +239,7 @@ def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 def _is_recurrent(fields: ConfigFields, kind: Any) -> bool:
     if not isinstance(kind, str) or kind not in LAYER_KINDS:
         raise UnsupportedModelError(
-            f"{fields.architecture}: config field 'layer_types' holds {kind!r}; supported: "
+            f"{fields.architecture}: config field 'layer_types' holds {shown(kind)}; supported: "
             f"{', '.join(map(repr, LAYER_KINDS))}"
         )
     return LAYER_KINDS[kind]
@@ -257,13 +257,6 @@ def _experts(fields: ConfigFields, shared_size: int) -> HybridExperts | None:
         )
     sizes = MixtureSizes(fields.integer("hidden_size"), fields.integer("intermediate_size"), shared_size)
     return HybridExperts(sizes, RoutingParameters(num_experts, num_chosen, renormalizes=True))
-
-
-def _positive(fields: ConfigFields, name: str, default: float) -> float:
-    value = fields.number(name, default)
-    if value <= 0:
-        raise ModelFormatError(f"{fields.architecture}: config field {name!r} is {value!r}; it must be above 0")
-    return value
 
 
 def unchanged_rules() -> Sequence[WeightRule]:

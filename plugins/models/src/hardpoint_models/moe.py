@@ -10,7 +10,7 @@ from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.building import build_decoder
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.decoder_config import DecoderConfig, DecoderVariant, ExpertsConfig
 from hardpoint_torch_runtime.layers import MixtureSizes, RoutingParameters
 
@@ -90,7 +90,8 @@ def _sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     dense = [] if dense is None else dense
     if not isinstance(dense, list | tuple) or any(type(layer) is not int for layer in dense):
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'mlp_only_layers' is {dense!r}; a list of layer numbers is needed"
+            f"{fields.architecture}: config field 'mlp_only_layers' is {shown(dense)}; a list of layer numbers is "
+            "needed"
         )
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 

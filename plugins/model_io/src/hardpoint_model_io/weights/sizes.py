@@ -10,12 +10,18 @@ from hardpoint.errors import ModelFormatError
 
 __all__ = ["check_sizes"]
 
-_EXPERTS = ("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
-"""0 where all layers are dense."""
+_EXPERTS = (
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "shared_intermediate_size"),
+)
+"""0 where all layers are dense, or none are shared."""
+_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_STATES = ("mamba_expand", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 _LENGTHS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *_EXPERTS,
+    *("type_vocab_size", *_EXPERTS, *_LATENTS, *_STATES),
 )
+_MAX_SHOWN = 80
 _SLACK = 16
 """Quantized checkpoints store up to this many values in one element: 2-bit codes in a 32-bit word."""
 
@@ -54,12 +60,12 @@ def _is_given(config: Mapping[str, Any], name: str) -> bool:
 
 def _size(value: Any, name: str, origin: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFormatError(f"{origin}: {name!r} is {json.dumps(value)[:80]}, but must be a positive number")
+        raise ModelFormatError(f"{origin}: {name!r} is {json.dumps(value)[:_MAX_SHOWN]}, but must be a positive number")
     return value
 
 
 def _misfit(origin: str, name: str, value: int, fact: str) -> ModelFormatError:
     return ModelFormatError(
-        f"{origin}: {name!r} is {value}, but {fact}; configuration and weights do not belong together, "
-        "download both again"
+        f"{origin}: {name!r} is {str(value)[:_MAX_SHOWN]}, but {fact}; configuration and weights do not belong "
+        "together, download both again"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ OTHER_NAMES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 """Older names; what makes a rotation multidimensional is its sections."""
 NUM_AXES = 3
 """Positions of a token in an image or video: time, height and width."""
+MAX_SHOWN = 120
 MIN_TRAINED = 2
 """Tokens; the logarithm of the trained context is a divisor."""
 
@@ -59,10 +61,10 @@ class RopeParameters:
         """
         given = _settings(config, layer_type)
         rope_type = given.get("rope_type", given.get("type", "default"))
-        rope_type = OTHER_NAMES.get(rope_type, rope_type)
+        rope_type = OTHER_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
         if rope_type not in SUPPORTED_TYPES:
             raise UnsupportedModelError(
-                f"rope_type {rope_type!r} in the model's config.json is not supported; supported: "
+                f"rope_type {_shown(rope_type)} in the model's config.json is not supported; supported: "
                 f"{', '.join(SUPPORTED_TYPES)}"
             )
         required = {"default": (), "longrope": ("short_factor", "long_factor")}.get(rope_type, ("factor",))
@@ -83,14 +85,14 @@ class RopeParameters:
             attention_factor=_optional(given, "attention_factor"),
             mscale=_optional(given, "mscale"),
             mscale_all_dim=_optional(given, "mscale_all_dim"),
-            truncate=bool(given.get("truncate", True)),
+            truncate=_flag(given, "truncate", True),
             partial_factor=_number(
                 given, "partial_rotary_factor", _number(config, "partial_rotary_factor", defaults.partial_factor)
             ),
             short_factors=_numbers(given, "short_factor") if rope_type == "longrope" else (),
             long_factors=_numbers(given, "long_factor") if rope_type == "longrope" else (),
-            sections=tuple(map(int, _numbers(given, "mrope_section"))),
-            sections_alternate=bool(given.get("mrope_interleaved", False)),
+            sections=_counts(given, "mrope_section"),
+            sections_alternate=_flag(given, "mrope_interleaved", False),
         )
         rope.check()
         return rope
@@ -132,7 +134,7 @@ def _settings(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str,
     if layer_type is not None and isinstance(given, Mapping) and layer_type in given:
         given = given[layer_type]
     if not isinstance(given, Mapping):
-        raise ModelFormatError(f"rotary settings in the model's config.json are {given!r}; an object is needed")
+        raise ModelFormatError(f"rotary settings in the model's config.json are {_shown(given)}; an object is needed")
     return given
 
 
@@ -166,16 +168,38 @@ def _numbers(fields: Mapping[str, Any], name: str) -> tuple[float, ...]:
     if values is None:
         return ()
     if not isinstance(values, list | tuple):
-        raise ModelFormatError(f"field {name!r} in the model's config.json is {values!r}; a list is needed")
+        raise ModelFormatError(f"field {name!r} in the model's config.json is {_shown(values)}; a list is needed")
     return tuple(_number({name: value}, name, math.nan) for value in values)
+
+
+def _counts(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = _numbers(fields, name)
+    if any(not value.is_integer() for value in values):
+        raise ModelFormatError(
+            f"field {name!r} in the model's config.json is {_shown(fields[name])}; whole numbers are needed"
+        )
+    return tuple(map(int, values))
+
+
+def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelFormatError(f"field {name!r} in the model's config.json is {_shown(value)}; true or false is needed")
+    return default if value is None else value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:MAX_SHOWN]
 
 
 def _optional(fields: Mapping[str, Any], name: str) -> float | None:
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelFormatError(f"field {name!r} in the model's config.json is {value!r}; a number is needed")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # The largest integers are no floats, and comparing does not turn them into any.
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:
+        raise ModelFormatError(f"field {name!r} in the model's config.json is {_shown(value)}; a number is needed")
     return float(value)
 
 

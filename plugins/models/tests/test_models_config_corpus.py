@@ -1,0 +1,197 @@
+"""Class 8: whatever a configuration says, families read it or refuse it, field by field and in one short line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
+from hardpoint_models.bert_config import BertConfig
+from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from hardpoint_models.gemma3_config import read_gemma3
+from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
+from hardpoint_models.moe import read_mixtral, read_qwen3_moe
+from hardpoint_torch_runtime.layers import RopeParameters
+
+Reader = Callable[[Mapping[str, Any], str], Any]
+DENSE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": False,
+}
+LATENT: dict[str, Any] = {
+    **DENSE,
+    "moe_intermediate_size": 20,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
+MIXER: dict[str, Any] = {
+    **DENSE,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_conv_bias": True,
+    "time_step_limit": [0.01, 0.9],
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
+    "DeepSeek-V2": (read_deepseek_v2, {**LATENT, "topk_method": "group_limited_greedy"}),
+    "DeepSeek-V3": (read_deepseek_v3, {**LATENT, "rope_interleave": True, "norm_topk_prob": True}),
+    "Bamba": (read_bamba, {**MIXER, "attn_layer_indices": [1], "mlp_bias": False}),
+    "Granite": (
+        read_granite_hybrid,
+        {
+            **MIXER,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 5.0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "Mixtral": (read_mixtral, {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "Qwen3-MoE": (
+        read_qwen3_moe,
+        {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+    "Gemma 3": (
+        read_gemma3,
+        {
+            **DENSE,
+            "layer_types": KINDS,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 6.0,
+            "rope_local_base_freq": 200.0,
+        },
+    ),
+    "BERT": (
+        BertConfig.read,
+        {
+            **{name: DENSE[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+            **{name: DENSE[name] for name in ("num_hidden_layers", "vocab_size", "max_position_embeddings")},
+            "hidden_act": "gelu",
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+            "sentence_embedding": {"pooling_method": "mean", "normalizes": True},
+        },
+    ),
+}
+ENDLESS = 10**400
+"""As large as JSON allows, and more than a float holds."""
+VALUES: tuple[Any, ...] = (
+    *(None, -1, 0, 7, 2**31, 2**63, ENDLESS, -1.5, 0.5, 1e300, float("nan"), float("inf")),
+    *(True, "x", "", [], [1], [None], [-5], [[1]], KINDS * 50, {}, {"a": 1}, {"rope_type": []}),
+)
+ROPE: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "attention_factor": 1.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+    "truncate": True,
+    "partial_rotary_factor": 0.5,
+}
+
+
+def changed(base: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in base:
+        yield {key: value for key, value in base.items() if key != name}
+        yield from ({**base, name: value} for value in VALUES)
+
+
+def refusal(read: Reader, config: dict[str, Any]) -> str:
+    """What is said against the configuration; nothing where it is read."""
+    try:
+        read(config, "TestForCausalLM")
+    except (ModelFormatError, UnsupportedModelError) as error:
+        return str(error)
+    return ""
+
+
+def require_read_or_refused(read: Reader, config: dict[str, Any]) -> None:
+    said = refusal(read, config)
+    assert len(said) < 500
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_read_or_refused(family: str) -> None:
+    read, base = FAMILIES[family]
+    read(base, "TestForCausalLM")
+    for config in changed(base):
+        require_read_or_refused(read, config)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope"])
+def test_every_rotary_setting_is_read_or_refused(rope_type: str) -> None:
+    for settings in changed({**ROPE, "rope_type": rope_type}):
+        require_read_or_refused(lambda config, _: RopeParameters.from_config(config), {"rope_parameters": settings})
+        require_read_or_refused(read_deepseek_v3, {**LATENT, "rope_parameters": settings})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("DeepSeek-V3", {"num_nextn_predict_layers": 10**9}, "'num_nextn_predict_layers' is 1000000000; .* at most"),
+        ("DeepSeek-V3", {"first_k_dense_replace": False}, "'first_k_dense_replace' is False"),
+        ("DeepSeek-V3", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; .* at most"),
+        ("DeepSeek-V3", {"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; it must not be below 0"),
+        ("BERT", {"layer_norm_eps": -1}, "'layer_norm_eps' is -1.0; it must not be below 0"),
+        ("BERT", {"sentence_embedding": "mean"}, "'sentence_embedding' is 'mean'; an object is needed"),
+        ("BERT", {"sentence_embedding": {"pooling_method": "cls", "other_modules": 5}}, "lists 5 behind the encoder"),
+        ("Bamba", {"attn_layer_indices": 0}, "'attn_layer_indices' is 0; a list of layer numbers"),
+        ("Bamba", {"attn_layer_indices": False}, "'attn_layer_indices' is False; a list of layer numbers"),
+        ("Gemma 3", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0.0; it must be above 0"),
+        ("Qwen3-MoE", {"head_dim": 2**31}, "'head_dim' is 2147483648; .* at most 2147483647"),
+        ("Mixtral", {"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] .* is not supported"),
+        ("Mixtral", {"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": "no"}}, "'truncate' .* is 'no'"),
+        ("Mixtral", {"rope_scaling": {"mrope_section": [1.5, 1, 1]}}, r"'mrope_section' .* is \[1.5, 1, 1\]; whole"),
+        (
+            "DeepSeek-V3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1e300}},
+            r"mscale_all_dim=1e\+300 makes scores infinite",
+        ),
+    ],
+)
+def test_what_must_not_pass(family: str, changes: dict[str, Any], message: str) -> None:
+    read, base = FAMILIES[family]
+    with pytest.raises(HardpointError, match=message):
+        read({**base, **changes}, "TestForCausalLM")
