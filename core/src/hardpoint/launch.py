@@ -156,7 +156,7 @@ def prepare(
             info.vocab_size,
             limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
-            embedding_size=info.config.get("hidden_size"),
+            embedding_size=(info.config.get("text_config") or info.config).get("hidden_size"),
             max_step_tokens=_step_bound(plan, info, limits),
             **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),

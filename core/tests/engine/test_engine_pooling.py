@@ -122,8 +122,8 @@ def frontend(tasks: tuple[str, ...] = ("embed",), **limits: Any) -> Frontend:
     [
         ("pooling", "max", f"'max'; it must be one of {', '.join(POOLING_METHODS)}"),
         ("pooling", 3, "pooling is 3: Expected"),
-        ("dimensions", 0, "dimensions is 0; it must be from 1 to the 8"),
-        ("dimensions", 9, "dimensions is 9; it must be from 1 to the 8"),
+        ("dimensions", 0, "dimensions is 0; embeddings of this model can have from 1 to 8"),
+        ("dimensions", 9, "dimensions is 9; embeddings of this model can have from 1 to 8"),
         ("dimensions", 2.5, "dimensions is 2.5: Expected"),
         ("normalize", "yes", "normalize is a str: Expected"),
     ],
@@ -143,8 +143,9 @@ def test_good_settings_reach_the_request() -> None:
 def test_without_a_known_size_dimensions_need_only_be_positive() -> None:
     inputs = frontend(embedding_size=None).inputs
     inputs.process(Prompt(text="a"), PoolingParams(dimensions=4096))
-    with pytest.raises(InvalidRequestError, match="dimensions is 0"):
-        inputs.process(Prompt(text="a"), PoolingParams(dimensions=0))
+    for wrong in (0, 2**31, 2**70):
+        with pytest.raises(InvalidRequestError, match="from 1 to 2147483647"):
+            inputs.process(Prompt(text="a"), PoolingParams(dimensions=wrong))
 
 
 def test_a_prompt_longer_than_the_one_step_it_needs_is_refused() -> None:

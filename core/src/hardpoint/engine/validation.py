@@ -72,10 +72,9 @@ def validate_pooling(params: PoolingParams, limits: ModelLimits) -> PoolingParam
     typed = _typed(params, PoolingParams)
     message = f"pooling is {typed.pooling!r:.100}; it must be one of {', '.join(POOLING_METHODS)}"
     _require(typed.pooling in (None, *POOLING_METHODS), message, "pooling")
-    wanted, most = typed.dimensions, limits.embedding_size or typed.dimensions
-    if wanted is not None and most is not None:
-        message = f"dimensions is {wanted}; it must be from 1 to the {most} that embeddings of this model have"
-        _require(1 <= wanted <= most, message, "dimensions")
+    most = limits.embedding_size or 2**31 - 1
+    message = f"dimensions is {_shown(typed.dimensions)}; embeddings of this model can have from 1 to {most}"
+    _require(typed.dimensions is None or 1 <= typed.dimensions <= most, message, "dimensions")
     return typed
 
 
