@@ -33,6 +33,7 @@ from hardpoint_torch_runtime.plugin_access import create_in_worker, label_of
 from hardpoint_torch_runtime.plugin_faults import NamedLogitsProcessor, named_kernel
 from hardpoint_torch_runtime.runner.assembly import RunnerParts, assemble_runner
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+from hardpoint_torch_runtime.runner.buffers import is_host_memory
 from hardpoint_torch_runtime.runner.capture import capture_shapes
 from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
@@ -261,7 +262,7 @@ class TorchWorker(Worker):
         """What the runner has beyond model and cache; workers that derive from this one may add to it."""
         is_asynchronous = self.options.asynchronous_output
         if is_asynchronous is None:
-            is_asynchronous = self.device.type != "cpu"
+            is_asynchronous = not is_host_memory(self.device)
         return RunnerParts(
             processors=self._logits_processors(),
             refuse=partial(refuse_row, tasks=self.config.model.tasks),

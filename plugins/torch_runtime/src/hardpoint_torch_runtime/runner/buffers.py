@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["StagedBuffer"]
+__all__ = ["StagedBuffer", "is_host_memory"]
+
+
+def is_host_memory(device: torch.device) -> bool:
+    """Whether what the host writes is what the device reads, and work is done when it is submitted."""
+    return device.type == "cpu"
 
 
 class StagedBuffer:
@@ -22,7 +27,7 @@ class StagedBuffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, waits: bool = True) -> None:
         self._waits = waits
-        if device.type == "cpu":
+        if is_host_memory(device):
             staging = torch.zeros(shape, dtype=dtype)
             self.tensor = staging
         else:

@@ -14,7 +14,7 @@ import torch
 
 from hardpoint.interfaces.request import Int32Array
 from hardpoint.interfaces.step import NewRow
-from hardpoint_torch_runtime.runner.buffers import StagedBuffer
+from hardpoint_torch_runtime.runner.buffers import StagedBuffer, is_host_memory
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 
 __all__ = ["DraftDebt"]
@@ -72,7 +72,7 @@ class DraftDebt:
             if size is not None:
                 blocks = table[rows, positions // size].to(torch.int64)
                 mapping[:total] = blocks * size + positions % size
-        return replace(batch, lengths_are_exact=batch.seq_lens.device.type == "cpu")
+        return replace(batch, lengths_are_exact=is_host_memory(batch.seq_lens.device))
 
     def _there(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._owed.device, non_blocking=True)

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hardpoint_torch_runtime.runner.buffers import is_host_memory
+
 __all__ = ["CopyStream", "DeviceEvent", "DeviceStreams", "ImmediateStreams", "StreamPlatform", "device_streams"]
 
 
@@ -55,7 +57,7 @@ def device_streams(platform: object, device: torch.device) -> DeviceStreams:
     """The platform's streams, or those of the framework's module for the device."""
     if isinstance(platform, StreamPlatform):
         return platform.create_device_streams(device)
-    return ImmediateStreams() if device.type == "cpu" else _ModuleStreams(device)
+    return ImmediateStreams() if is_host_memory(device) else _ModuleStreams(device)
 
 
 class _Done:
