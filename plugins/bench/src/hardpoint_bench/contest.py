@@ -54,6 +54,7 @@ class Contest:
         *,
         seed: int,
         threads: int | None,
+        ours: Program = OURS,
         tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ) -> None:
         self.workload = workload
@@ -62,7 +63,7 @@ class Contest:
         self._threads = threads
         self._tell = tell
         self._vocab_size: int | None = None
-        self.ours = Entrant(OURS, {"config": config.model_dump(mode="json")})
+        self.ours = Entrant(ours, {"config": config.model_dump(mode="json")})
         self.entrants = [self.ours]
 
     def run(self, repeats: int) -> None:
