@@ -19,7 +19,8 @@ from hardpoint_testing_torch.worker_world import check_greedy
 
 pytestmark = pytest.mark.slow
 
-MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "num_hidden_layers": 3}
+# The oracle pads sequences to whole chunks.
+MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "mamba_chunk_size": 16, "num_hidden_layers": 3}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "BambaForCausalLM": {**MIXER, "attn_layer_indices": [1], "mamba_n_groups": 2},
     "GraniteMoeHybridForCausalLM": {

@@ -13,7 +13,8 @@ from hardpoint_models.hybrid import create_bamba, create_granite_hybrid
 from hardpoint_testing_torch import ParityHarness, check_parity, make_tiny_model
 from hardpoint_testing_torch.local_driver import ModelFactory
 
-MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "num_hidden_layers": 3}
+# The oracle pads sequences to whole chunks.
+MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "mamba_chunk_size": 16, "num_hidden_layers": 3}
 BAMBA: Mapping[str, Any] = {**MIXER, "attn_layer_indices": [1]}
 GRANITE: Mapping[str, Any] = {
     **MIXER,

@@ -16,6 +16,7 @@ class TestBamba(ModelSuite):
     plugin: ClassVar[str | None] = "BambaForCausalLM"
     checkpoint_config: ClassVar[Mapping[str, Any]] = {
         "mamba_n_heads": 6,
+        "mamba_chunk_size": 16,
         "mamba_n_groups": 2,
         "mamba_d_state": 8,
         "attn_layer_indices": [1],
@@ -26,6 +27,7 @@ class TestGraniteHybrid(ModelSuite):
     plugin: ClassVar[str | None] = "GraniteMoeHybridForCausalLM"
     checkpoint_config: ClassVar[Mapping[str, Any]] = {
         "mamba_n_heads": 6,
+        "mamba_chunk_size": 16,
         "mamba_d_state": 8,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_local_experts": 3,
