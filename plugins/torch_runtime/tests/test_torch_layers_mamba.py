@@ -121,7 +121,7 @@ class Sequences:
             table.append(self.free.pop())
         return table
 
-    def metadata(self, chunks: Mapping[str, int]) -> StateMetadata:
+    def metadata(self, chunks: Mapping[str, int], *, is_exact: bool = True) -> StateMetadata:
         computed = np.array([self.computed.get(name, 0) for name in chunks], dtype=np.int32)
         lengths = np.array(list(chunks.values()), dtype=np.int32)
         starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
@@ -145,6 +145,7 @@ class Sequences:
                 seq_lens_cpu=ends_cpu,
                 block_table=torch.from_numpy(ids),
                 slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+                seq_lens_is_exact=is_exact,
                 block_size=10**6 if self.mode is MambaCacheMode.NONE else self.block_size,
             )
         )
@@ -284,6 +285,12 @@ def test_rows_without_new_tokens_of_their_own_kind() -> None:
     runner.computed.update(a=3, b=2)
     decodes = runner.metadata({"a": 1, "b": 1})
     assert (decodes.scans, decodes.num_decodes) == (None, 2)
+
+
+def test_lengths_that_nobody_knows_yet_are_refused() -> None:
+    runner = Sequences(load(create(SIZES), weights(SIZES)))
+    with pytest.raises(RuntimeError, match="the fate of earlier draft tokens is still open"):
+        runner.metadata({"a": 3}, is_exact=False)
 
 
 def test_metadata_of_another_kind_is_refused_by_name() -> None:

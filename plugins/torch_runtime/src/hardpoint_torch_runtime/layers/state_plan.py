@@ -116,8 +116,16 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         self._num_checkpoints = spec.num_checkpoint_blocks if spec.mode is MambaCacheMode.ALIGN else None
 
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> StateMetadata:
-        """Rows beyond ``common.num_rows`` are padding and left out."""
+        """Rows beyond ``common.num_rows`` are padding and left out.
+
+        Raises ``RuntimeError`` where the host does not know the rows' lengths: a state cannot take tokens back.
+        """
         del fast
+        if not common.seq_lens_is_exact:
+            raise RuntimeError(
+                "recurrent layers go on from a state behind a known token, but the fate of earlier draft tokens is "
+                "still open; run the model without speculation"
+            )
         rows = common.num_rows
         starts = common.query_start_loc_cpu[: rows + 1].astype(np.int64)
         ends = common.seq_lens_cpu[:rows].astype(np.int64)
