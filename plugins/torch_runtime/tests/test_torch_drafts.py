@@ -256,7 +256,7 @@ def test_refused_drafts_leave_no_trace_in_other_layouts(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_requests_short_of_blocks_keep_their_tokens(world: Any, seed: int) -> None:
-    """I4.1, I4.2, I4.4, R4.38, P4.1: preempted and resumed, admitted late, chunked; with any acceptance and any depth."""
+    """I4.1, I4.2, I4.4, R4.38, P4.1: preempted and resumed, admitted late, chunked; any acceptance, any depth."""
     random = np.random.default_rng(seed)
     pool = [entry for entries in SAMPLINGS.values() for entry in entries]
     requests = [

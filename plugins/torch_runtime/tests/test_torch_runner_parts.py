@@ -243,6 +243,19 @@ def test_layers_of_a_group_share_one_mapping(world: Any, make_step: Any, make_ro
     assert all(mapping is batch.slot_mappings[0] for mapping in mappings.values())
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_builders_learn_whether_the_host_knows_lengths(
+    world: Any, make_step: Any, make_row: Any, is_exact: bool
+) -> None:
+    """R4.37: where drafts of a step under way may be refused, what the host has are upper bounds."""
+    worker = start(world)
+    step = make_step(0, [(0, 1, 0, 7, True)], new_rows=[make_row(0, PROMPT, [1, 2])])
+    worker.runner.state.apply(step)
+    batch = replace(worker.runner.inputs.build(step), lengths_are_exact=is_exact)
+    metadata, _ = worker.runner.groups.build(batch, step)
+    assert {common.seq_lens_is_exact for common in metadata.values()} == {is_exact}
+
+
 def test_groups_that_keep_nothing_map_everything_to_zero(make_step: Any, make_row: Any) -> None:
     """R4.52: and need no blocks; the other group's mapping is a part of its own buffer."""
     state = SlotState(2, 20, [4, 4], keeps_kv=[False, True])

@@ -153,6 +153,7 @@ class AttentionGroups:
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens=batch.seq_lens,
             seq_lens_cpu=batch.seq_lens_cpu,
+            seq_lens_is_exact=batch.lengths_are_exact,
             block_table=batch.block_tables[index],
             slot_mapping=batch.slot_mappings[index],
             block_size=block_size,

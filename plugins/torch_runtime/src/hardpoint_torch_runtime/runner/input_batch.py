@@ -127,14 +127,7 @@ class InputBuilder:
         scheduled, samples = step.num_scheduled_tokens[order], step.samples[order]
         num_rows, num_tokens = len(order), step.num_tokens
         padded_tokens, padded_rows = pad_tokens or num_tokens, pad_rows or num_rows
-        starts = self._query_start_loc.host
-        starts[0] = 0
-        np.cumsum(scheduled, out=starts[1 : num_rows + 1])
-        starts[num_rows + 1 : padded_rows + 1] = num_tokens
-        seq_lens = self._seq_lens.host
-        np.add(computed, scheduled, out=seq_lens[:num_rows])
-        seq_lens[num_rows:padded_rows] = 0
-
+        starts, seq_lens = self._fill_lengths(computed, scheduled, num_tokens, padded_rows)
         token_slots, positions = self._tokens(slots, computed, scheduled, num_tokens, padded_tokens)
         for group, table in enumerate(self._state.tables):
             self._map_slots(group, table, token_slots, positions, padded_tokens)
@@ -166,6 +159,18 @@ class InputBuilder:
             num_drafts=num_drafts,
             drafts=draft_ids,
         )
+
+    def _fill_lengths(
+        self, computed: Int32Array, scheduled: Int32Array, num_tokens: int, padded_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where rows start among the tokens, int32 [R + 1], and how long their sequences are, int32 [R]."""
+        starts, seq_lens, num_rows = self._query_start_loc.host, self._seq_lens.host, len(scheduled)
+        starts[0] = 0
+        np.cumsum(scheduled, out=starts[1 : num_rows + 1])
+        starts[num_rows + 1 : padded_rows + 1] = num_tokens
+        np.add(computed, scheduled, out=seq_lens[:num_rows])
+        seq_lens[num_rows:padded_rows] = 0
+        return starts, seq_lens
 
     def _index_logits(self, ends: np.ndarray, num_drafts: Int32Array | None) -> int:
         """The places whose logits are wanted, by the ``ends`` of the rows that sample; returns how many."""

@@ -210,7 +210,3 @@ class SlotState:
             raise RuntimeError(
                 f"row {row} of the step is slot {slot}, generation {generations[row]}, but the slot is held by {held}"
             )
-
-    def num_output_tokens(self, slots: Int32Array) -> Int32Array:
-        counts: Int32Array = self.num_tokens[slots] - self.num_prompt_tokens[slots]
-        return counts
