@@ -120,7 +120,7 @@ def test_tokens_under_way_are_filled_in_as_many_as_there_are(hand_builders: Any,
         expected = ints(*(len(run) + data.draw(st.integers(0, 2)) for run in runs))
         state.expect(ints(*slots), expected)
         under_way.append((ints(*slots), expected, runs))
-        while under_way and data.draw(st.booleans()):
+        for _ in range(data.draw(st.integers(0, len(under_way)))):
             owners, most, arrived = under_way.pop(0)
             state.resolve(owners, most, ints(*map(len, arrived)), ints(*(token for run in arrived for token in run)))
             for slot, number, run in zip(owners.tolist(), most.tolist(), arrived, strict=True):
