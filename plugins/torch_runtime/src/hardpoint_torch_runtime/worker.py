@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,8 +65,8 @@ class TorchWorkerOptions(BaseModel):
         description="leave results on the device until they are asked for, so that the next step can be submitted "
         "meanwhile; by default wherever the device works on its own",
     )
-    recurrent_states: MambaCacheMode = Field(
-        default=MambaCacheMode.NONE,
+    recurrent_states: Literal["none", "align", "all"] = Field(
+        default="none",
         description="which states recurrent layers keep of a sequence: `none` but the last one, so that no prefix is "
         "found; `align`: also those at the ends of steps that end with a block; `all`: one per block",
     )
@@ -193,7 +194,7 @@ class TorchWorker(Worker):
             self.device,
             self._kernels.kernels,
             self._communicator,
-            self.options.recurrent_states,
+            MambaCacheMode(self.options.recurrent_states),
         )
         layers = self._loaded.toolkit.attention_layers.values()
         require_kinds(choice.backend, need, (one.params.kind for one in layers if isinstance(one, AttentionLayer)))
