@@ -10,16 +10,29 @@ from hardpoint_torch_runtime.forward_context import (
 )
 from hardpoint_torch_runtime.forward_scope import ForwardScopes, StaticContext
 from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.runner.assembly import RunnerParts
+from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
+from hardpoint_torch_runtime.runner.extensions import RunnerExtension
+from hardpoint_torch_runtime.runner.position_axes import AxisPositions
+from hardpoint_torch_runtime.runner.streams import CopyStream, DeviceEvent, DeviceStreams, StreamPlatform
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
 from hardpoint_torch_runtime.worker import TorchWorker, TorchWorkerOptions
 
 __all__ = [
+    "AxisPositions",
     "BatchDescriptor",
+    "CopyStream",
+    "DeviceEvent",
+    "DeviceStreams",
+    "DraftProposer",
     "ForwardContext",
     "ForwardScopes",
     "GraphMode",
     "LayerToolkit",
+    "RunnerExtension",
+    "RunnerParts",
     "StaticContext",
+    "StreamPlatform",
     "TorchWorker",
     "TorchWorkerOptions",
     "WeightReport",
