@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.config import AppConfig, EngineConfig
-from hardpoint.errors import UnsupportedModelError
+from hardpoint.errors import ConfigError, UnsupportedModelError
 from hardpoint.interfaces import PositionLogprobs
 from hardpoint_testing_torch import ParityCase, write_tiny_tokenizer
 from hardpoint_testing_torch.tiny_models import TINY_SIZES
@@ -70,3 +71,13 @@ def test_an_architecture_without_a_plugin_is_refused_all_the_same(tmp_path: Path
     path.write_text(path.read_text().replace("LlamaForCausalLM", "GhostForCausalLM"))
     with pytest.raises(UnsupportedModelError, match="GhostForCausalLM"):
         answer(folder)
+
+
+def test_a_model_larger_than_any_memory_says_what_to_change(tmp_path: Path) -> None:
+    """A table of 2**50 bytes, which not even an address space has room for."""
+    folder = write_config(PLAIN["MixtralForCausalLM"], tmp_path / "vast")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2**31 - 1, "hidden_size": 2**17}))
+    with pytest.raises(ConfigError, match=r"more memory for its weights in float32 .* narrower --dtype") as caught:
+        answer(folder)
+    assert "\n" not in str(caught.value)

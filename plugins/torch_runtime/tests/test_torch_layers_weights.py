@@ -156,6 +156,23 @@ def test_everything_that_does_not_fit_is_in_one_error_with_the_artifact() -> Non
         assert part in message
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.bool_])
+def test_whole_numbers_are_no_weights(dtype: type[np.generic]) -> None:
+    """They belong to a quantized checkpoint whose configuration does not say so."""
+    arrays = complete() | {"blocks.0.up_proj.weight": np.ones((2, 3), dtype)}
+    name = {"bool_": "bool"}.get(dtype.__name__, np.dtype(dtype).name)
+    with pytest.raises(ModelFormatError, match=rf"1 tensors of whole numbers .* blocks\.0\.up_proj\.weight \({name}\)"):
+        load(TinyModel(), stored(arrays))
+
+
+def test_floats_of_any_width_are_weights() -> None:
+    arrays = complete() | {"blocks.0.up_proj.weight": np.full((2, 3), 0.5, np.float64)}
+    model = TinyModel()
+    load(model, stored(arrays))
+    weight = model.get_parameter("blocks.0.gate_up.weight")
+    assert weight[2:].tolist() == [[0.5] * 3] * 2
+
+
 def test_long_lists_are_cut() -> None:
     strangers = {f"stranger.{index}": np.zeros(1, dtype=np.float32) for index in range(50)}
     with pytest.raises(ModelFormatError, match=r"50 tensors unexpected stranger\.0, .*and 42 more"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint.errors import ConfigError, PluginNotFoundError, UnsupportedModelError
+from hardpoint.errors import ConfigError, PluginLoadError, PluginNotFoundError, UnsupportedModelError
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
@@ -86,7 +86,24 @@ def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToo
         raise UnsupportedModelError(
             f"nothing installed runs the architecture {architecture!r} of {config.model.artifact.name!r}: {error}"
         ) from error
+    except PluginLoadError as error:
+        if not _is_lack_of_memory(error.__cause__):
+            raise
+        raise ConfigError(
+            f"{config.model.artifact.name!r} needs more memory for its weights in {config.dtype} than there is: "
+            f"{str(error.__cause__).partition(chr(10))[0]}; choose a smaller model, a narrower --dtype or a larger "
+            "--tensor-parallel-size, or correct the sizes in its configuration"
+        ) from error
     return model
+
+
+def _is_lack_of_memory(cause: BaseException | None) -> bool:
+    """torch has a class of its own for that on accelerators only."""
+    said = str(cause)
+    return isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(cause, RuntimeError)
+        and ("can't allocate memory" in said or "Storage size calculation overflowed" in said)
+    )
 
 
 def _weight_loader(plugins: PluginAccess, config: WorkerConfig, *, packed: bool) -> WeightLoader:

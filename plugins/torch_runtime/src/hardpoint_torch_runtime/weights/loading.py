@@ -50,6 +50,7 @@ class _Progress:
     ignored: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     ill_shaped: list[str] = field(default_factory=list)
+    ill_typed: list[str] = field(default_factory=list)
 
 
 def load_weights(
@@ -58,8 +59,8 @@ def load_weights(
     """Fill every parameter of ``model`` (a torch module) from ``loader`` by ``model.weight_rules()``.
 
     Values are converted to the parameters' dtype. Afterwards each linear's method repacks what it wants to. Raises
-    one ``ModelFormatError`` naming the artifact and all missing, unexpected and ill-shaped tensors. A loader that is
-    a :class:`WeightInventor` is asked for just what the rules expect.
+    one ``ModelFormatError`` naming the artifact and all missing, unexpected, ill-shaped and ill-typed tensors. A loader
+    that is a :class:`WeightInventor` is asked for just what the rules expect.
     """
     started = time.perf_counter()
     slots = _slots(model)
@@ -73,7 +74,10 @@ def load_weights(
                 del part
             bar.update(tensor.data.nbytes)
             del tensor
-    Problems(plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule).raise_if_any(info.artifact)
+    problems = Problems(
+        plan.missing(), progress.unexpected, progress.ill_shaped, plan.without_rule, ill_typed=progress.ill_typed
+    )
+    problems.raise_if_any(info.artifact)
     for module in _module(model).modules():
         if isinstance(module, ParallelLinear):
             module.finish_loading()
@@ -152,7 +156,9 @@ def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: Wei
     if tuple(tensor.shape) != placement.stored_shape:
         progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected {list(placement.stored_shape)})")
         return
-    _copy(tensor, slot, placement)
+    if not _copy(tensor, slot, placement):
+        progress.ill_typed.append(f"{tensor.name} ({tensor.dtype})")
+        return
     progress.num_tensors += 1
     progress.num_bytes += tensor.data.nbytes
 
@@ -161,13 +167,17 @@ def _is_elsewhere(model: Model, parameter: str) -> bool:
     return isinstance(model, PartialModel) and not model.holds(parameter)
 
 
-def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> None:
+def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> bool:
+    """False, and nothing is copied, where the stored values are no floats but the parameter's are."""
     method: object = slot.module.method if isinstance(slot.module, ParallelLinear) else None
     if tensor.dequantize is not None and isinstance(method, PackedLinearMethod):
         method.load_packed(slot.module, slot.name, placement, tensor)
-        return
-    source = placement.source(as_torch(tensor))
-    placement.target(slot.parameter).copy_(source)
+        return True
+    values = as_torch(tensor)
+    if slot.parameter.is_floating_point() and not values.is_floating_point():
+        return False
+    placement.target(slot.parameter).copy_(placement.source(values))
+    return True
 
 
 def as_torch(tensor: WeightTensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ class Problems:
     unexpected: Sequence[str] = ()
     ill_shaped: Sequence[str] = ()
     without_rule: Sequence[str] = ()
+    ill_typed: Sequence[str] = ()
 
     def raise_if_any(self, artifact: ModelArtifact) -> None:
         """Raise ``ModelFormatError`` naming the artifact and every kind of problem."""
@@ -48,6 +49,7 @@ class Problems:
             _listed("missing", self.missing),
             _listed("unexpected", self.unexpected),
             _listed("with a shape the configuration does not allow", self.ill_shaped),
+            _listed("of whole numbers where the model computes with fractions (quantized?)", self.ill_typed),
             _listed("parameters without a weight rule in the model plugin:", self.without_rule, noun=""),
         ]
         found = [part for part in parts if part]
