@@ -84,7 +84,7 @@ class FakeEngineClient:
         self.hold.set()
         self.num_running = 0
         self.num_aborted = 0
-        self.seen: list[tuple[Prompt, SamplingParams | PoolingParams, RequestOptions | None]] = []
+        self.seen: list[tuple[Prompt, Any, RequestOptions | None]] = []
         self.reports: tuple[LoadReport, ...] = (LoadReport("process 1 (engine)", 1, ("engine",), None, "0.0", ()),)
         self.fail_after: int | None = None
         self.is_ready = True
