@@ -387,7 +387,7 @@ def test_drafts_keep_within_the_room_of_a_slot(world: Any, worker: Worker, make_
         worker.execute(drafted(make_step, (0, 30, [1] * 20)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), max_size=4), min_size=1, max_size=5))
 def test_verifying_counts_leading_equal_drafts(rows: list[list[tuple[int, int]]]) -> None:
     """R4.38: against plain lists, for rows with any number of drafts."""

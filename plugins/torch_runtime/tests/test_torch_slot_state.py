@@ -102,7 +102,7 @@ def test_tokens_learned_elsewhere_are_appended_and_own_ones_skipped(state: SlotS
     assert state.num_tokens[0] == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_tokens_under_way_are_filled_in_as_many_as_there_are(hand_builders: Any, data: st.DataObject) -> None:
     """R4.37: counted when they are submitted, as if all drafts were right; written, in order, when they arrive, while
