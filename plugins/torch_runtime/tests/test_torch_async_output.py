@@ -133,6 +133,26 @@ def test_a_platform_may_bring_its_own_streams() -> None:
     assert copies.wait()["a"].tolist() == [0, 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+def test_copies_on_a_real_device_hold_what_was_computed() -> None:
+    """R4.70, R4.71, R4.72: sources are dropped by everybody else while the device is busy, and their memory is asked
+    for again at once."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    stream = device_streams(object(), device).create_copy_stream()
+    batches = []
+    for number in range(20):
+        busy = torch.ones(2048, 2048, device=device)
+        busy = busy @ busy
+        source = torch.full((1024,), number, device=device) + (busy[0, :1024] * 0).to(torch.int64)
+        batches.append(DeviceCopies({"a": source}, stream))
+        del source, busy
+    for number, copies in enumerate(batches):
+        assert (copies.wait()["a"] == number).all()
+        assert copies.is_done
+
+
 # Steps
 
 
