@@ -183,6 +183,7 @@ def test_the_table_names_sides_machine_and_ratio(duel: Duel) -> None:
     assert "(s)" not in text
 
 
+@pytest.mark.slow
 def test_a_start_is_a_new_process_each_time_and_a_table_of_phases(starts: Duel) -> None:
     assert [line[0].partition(" ")[2] for line in starts.told() if line[0].startswith("load ")] == [
         "hardpoint", "rival", "rival", "hardpoint",

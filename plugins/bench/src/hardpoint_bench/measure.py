@@ -29,14 +29,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One repeat. ``ttft_s`` and ``decode_tokens_per_s`` are medians over its requests; ``seconds`` is wall time."""
+    """One repeat. ``ttft_s`` and ``decode_tokens_per_s`` are medians over its requests; ``seconds`` is wall time.
+
+    ``num_cached_tokens`` is None where the engine does not tell.
+    """
 
     seconds: float
     ttft_s: float
     decode_tokens_per_s: float | None
     num_output_tokens: int
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
 
 
 def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
@@ -79,8 +82,9 @@ def figures_of(run: Run) -> dict[str, float]:
         "ttft_s": run.ttft_s,
         "output_tokens_per_s": run.num_output_tokens / run.seconds,
         "prompt_tokens_per_s": run.num_prompt_tokens / run.seconds,
-        "cached_tokens": float(run.num_cached_tokens),
     }
+    if run.num_cached_tokens is not None:
+        named["cached_tokens"] = float(run.num_cached_tokens)
     if run.decode_tokens_per_s is not None:
         named["decode_tokens_per_s"] = run.decode_tokens_per_s
     return named

@@ -22,6 +22,11 @@ PEERS: Mapping[str, Program] = {
             modules={"transformers": "transformers", "torch": "torch", "gguf": "gguf"},
         ),
         Program("llama.cpp", PROGRAMS / "llama_cpp_side.py", modules={"xllamacpp": "xllamacpp"}),
+        Program(
+            "openvino-genai",
+            PROGRAMS / "openvino_side.py",
+            modules=dict.fromkeys(("openvino", "openvino_genai", "numpy"), "openvino-genai"),
+        ),
     )
 }
 

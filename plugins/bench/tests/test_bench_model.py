@@ -1,0 +1,165 @@
+"""``hardpoint bench WORKLOAD MODEL`` with real engines on a tiny model: what was computed, and that nothing stays."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.cli import main
+from tiny_llama import CONFIG, write_tiny_gguf, write_tiny_llama
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each of its tokens ends the sequence: whoever does not ignore that makes one token."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama", eos_token_id=list(range(CONFIG["vocab_size"])))
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A word in the environment of every process started from here."""
+    word = uuid.uuid4().hex
+    monkeypatch.setenv("BENCH_TEST_MARK", word)
+    return word
+
+
+@pytest.fixture
+def bench(mark: str, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Runs the command with one thread; the parsed report. Afterwards none of its processes is left."""
+
+    def run(workload: str, model: Path, *options: object) -> dict[str, Any]:
+        arguments = ["bench", workload, str(model), "--threads", "1", "--json", *map(str, options)]
+        status = main(arguments)
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        assert marked_processes(mark) == []
+        report: dict[str, Any] = json.loads(captured.out)
+        return report
+
+    return run
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of processes that were started with ``mark`` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return found
+
+
+def rate_times_seconds(figures: dict[str, Any], rate: str) -> float:
+    """Tokens of the only repeat."""
+    return float(figures[rate]["median"] * figures["wall_s"]["median"])
+
+
+def test_latency_against_transformers(bench: Bench, tiny: Path) -> None:
+    report = bench(
+        "latency", tiny, "--prompt-len", 24, "--output-len", 9, "--repeats", 1, "--compare", "transformers",
+        "--dtype", "float32", "--max-num-seqs", 2,
+    )  # fmt: skip
+    assert report["settings"] == {
+        "prompt_len": 24, "shared_prefix": 0, "output_len": 9, "batch": 1, "repeats": 1, "id_seed": 0, "executor": None,
+        "scheduler": "fcfs", "plugins": {}, "dtype": "float32", "quantization": None, "ranks": 1,
+    }  # fmt: skip
+    assert report["machine"]["threads"] == 1
+    (peer,) = report["peers"].values()
+    assert (peer["threads"], peer["precision"], peer["model"]) == (1, "float32", str(tiny))
+    for side in (report, peer):
+        figures = side["figures"]
+        assert rate_times_seconds(figures, "output_tokens_per_s") == pytest.approx(9)
+        assert rate_times_seconds(figures, "prompt_tokens_per_s") == pytest.approx(24)
+        assert 0 < figures["ttft_s"]["median"] < figures["wall_s"]["median"]
+        assert figures["decode_tokens_per_s"]["median"] > 0
+        assert figures["peak_memory_mib"]["median"] > 50
+    assert set(report["ratios"]["transformers"]) == set(report["figures"]) - {"cached_tokens"}
+
+
+def test_prefixes_are_shared_within_a_batch_and_never_between_repeats(bench: Bench, tiny: Path) -> None:
+    report = bench(
+        "prefix", tiny, "--prompt-len", 40, "--shared-prefix", 32, "--output-len", 3, "--batch", 4, "--repeats", 2,
+        "--plugin", "worker.torch.warm_up_tokens=8",
+    )  # fmt: skip
+    assert report["figures"]["cached_tokens"] == {"median": 96, "low": 96, "high": 96}
+    assert report["settings"]["plugins"] == {"worker": {"torch": {"warm_up_tokens": 8}}}
+    assert (report["peers"], report["ratios"]) == ({}, {})
+
+
+def test_a_start_with_worker_processes_is_measured_and_leaves_none(bench: Bench, tiny: Path) -> None:
+    report = bench("startup", tiny, "--prompt-len", 16, "--repeats", 1, "--executor", "multiproc")
+    assert report["settings"]["executor"] == "multiproc"
+    phases = report["phases"]
+    assert list(phases) == ["interpreter", "imports", "plugins", "weights", "warm_up", "first_token"]
+    assert report["figures"]["start_s"]["median"] == pytest.approx(sum(one["median"] for one in phases.values()))
+
+
+def test_a_start_in_one_process_tells_the_framework_apart(bench: Bench, tiny: Path) -> None:
+    report = bench("startup", tiny, "--prompt-len", 16, "--repeats", 1, "--compare", "transformers")
+    assert set(report["phases"]) == {
+        "interpreter", "imports", "torch_import", "plugins", "weights", "warm_up", "first_token",
+    }  # fmt: skip
+    assert report["phases"]["torch_import"]["median"] > 0
+    assert report["peers"]["transformers"]["phases"]["torch_import"]["median"] > 0
+    assert set(report["ratios"]["transformers"]) == {"start_s", "peak_memory_mib"}
+
+
+def test_what_an_engine_refuses_is_one_line(tiny: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "prefill", str(tiny)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hardpoint: ConfigError: --prompt-len 1024 and --output-len 1 need 1025 tokens; ")
+    assert "hardpoint is 512" in error
+    assert main(["bench", "latency", str(tiny.parent / "absent")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hardpoint: ModelNotFoundError: ")
+    assert marked_processes(mark) == []
+
+
+def interpreter_with(module: str, variable: str) -> str:
+    """One that has a peer: named by ``variable``, or this one. Skips the test where there is none."""
+    python = os.environ.get(variable) or (sys.executable if importlib.util.find_spec(module) else None)
+    if python is None:
+        pytest.skip(f"{module} is not installed; set {variable} to an interpreter that has it")
+    return python
+
+
+def assert_both_computed(report: dict[str, Any], peer: str, *, num_prompt: int, num_output: int) -> None:
+    for side in (report, report["peers"][peer]):
+        assert rate_times_seconds(side["figures"], "output_tokens_per_s") == pytest.approx(num_output)
+        assert rate_times_seconds(side["figures"], "prompt_tokens_per_s") == pytest.approx(num_prompt)
+        assert 0 < side["figures"]["ttft_s"]["median"] < side["figures"]["wall_s"]["median"]
+    assert report["ratios"][peer]["decode_tokens_per_s"]["median"] > 0
+
+
+def test_throughput_against_llama_cpp(bench: Bench, tmp_path: Path) -> None:
+    python = interpreter_with("xllamacpp", "HARDPOINT_TEST_XLLAMACPP_PYTHON")
+    report = bench(
+        "throughput", write_tiny_gguf(tmp_path / "tiny.gguf"), "--prompt-len", 24, "--output-len", 9, "--batch", 3,
+        "--repeats", 1, "--compare", "llama.cpp", "--peer-python", python,
+    )  # fmt: skip
+    assert_both_computed(report, "llama.cpp", num_prompt=72, num_output=27)
+
+
+def test_throughput_against_openvino(bench: Bench) -> None:
+    """It wants more of a GGUF file than the tiny one has."""
+    python = interpreter_with("openvino_genai", "HARDPOINT_TEST_OPENVINO_PYTHON")
+    report = bench(
+        "throughput", Path("smollm2"), "--prompt-len", 24, "--output-len", 5, "--batch", 3,
+        "--repeats", 1, "--compare", "openvino-genai", "--peer-python", python,
+    )  # fmt: skip
+    assert_both_computed(report, "openvino-genai", num_prompt=72, num_output=15)
+    assert "cached_tokens" not in report["peers"]["openvino-genai"]["figures"]
