@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint.interfaces import EngineRequest, PoolingParams, RunnerOutput
+from hardpoint.interfaces import EngineRequest, PendingOutput, PoolingParams, RunnerOutput
 from hardpoint_torch_runtime.runner.pooling import PoolingModel, SlotPooling, runner_type
 
 PROMPTS: Mapping[str, list[int]] = {
@@ -42,7 +42,8 @@ def run(
         assert scheduler.add(one) is None
     while scheduler.has_work():
         step = scheduler.schedule()
-        output = worker.execute(step)
+        answer = worker.execute(step)
+        output = answer.result() if isinstance(answer, PendingOutput) else answer
         assert isinstance(output, RunnerOutput)
         for entry in scheduler.update(step, output):
             tokens[entry.request_id] += entry.new_token_ids
@@ -70,11 +71,15 @@ def pool(hidden: np.ndarray, method: str) -> np.ndarray:
 METHODS = ("last", "cls", "mean", "token_embed")
 
 
+@pytest.mark.parametrize("promises", [False, True], ids=["waiting", "promised"])
 @pytest.mark.parametrize("max_tokens", [32, 5, 3], ids=["whole prompts", "chunks of 5", "chunks of 3"])
 @pytest.mark.parametrize("method", METHODS)
-def test_any_chunks_give_the_embedding_of_the_whole(world: Any, method: str, max_tokens: int) -> None:
-    """I5.2: in one batch with prompts that generate, whose tokens do not change either."""
-    worker = start(world)
+def test_any_chunks_give_the_embedding_of_the_whole(
+    world: Any, worker_options: Any, method: str, max_tokens: int, promises: bool
+) -> None:
+    """I5.2: in one batch with prompts that generate, whose tokens do not change either; also where samples stay on the
+    device."""
+    worker = start(world, options=worker_options(asynchronous_output=promises))
     wanted = {name: pool(states(world, worker, prompt), method) for name, prompt in PROMPTS.items()}
     alone = run(world, worker, [world.engine_request("g", PROMPTS["even"])])[1]
     mixed = [request(world, name, prompt, pooling=method, normalize=False) for name, prompt in PROMPTS.items()]
