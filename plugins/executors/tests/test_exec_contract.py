@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hardpoint.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.interfaces import (
     Deferred,
@@ -25,6 +26,7 @@ from hardpoint.interfaces import (
     SchedulerLimits,
     SchedulerOutput,
 )
+from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.testing.executor_suite import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -142,3 +144,18 @@ def test_executors_make_no_difference(start: Callable[..., Executor], kind: str,
     expected = run_workload(start("scripted", **switches), seed)
     assert run_workload(start(kind, world_size, **switches), seed) == expected
     assert sum(map(len, expected.values())) > 10, "the workload generates something"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [uniproc.UniprocExecutor, multiproc.MultiprocExecutor, external_launcher.ExternalLauncherExecutor],
+    ids=lambda made: made.__name__,
+)
+def test_the_classes_are_their_own_factories(made: type[Executor]) -> None:
+    """R4.3, R4.5: so each may be given as a class or by its path, and its flags are those of the class."""
+    declaration = declaration_of(made)
+    assert declaration is not None
+    assert (declaration.kind, dict(declaration.capabilities)) == ("executor", {})
+    assert not made.supports_pipeline_parallel
+    given = f"{made.__module__}:{made.__qualname__}"
+    assert EngineConfig.model_validate(EngineConfig.sections("x", executor=made)).execution.executor == given

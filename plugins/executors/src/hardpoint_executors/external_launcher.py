@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 
 import msgspec
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import ExecutorContext, NoOptions, ParallelSlice, plugin
+from hardpoint.interfaces import ExecutorContext, NoOptions, ParallelSlice, WorkerConfig, plugin
 from hardpoint.interfaces.plugin import ProcessRole
-from hardpoint_executors.build import build_worker, load_model
-from hardpoint_executors.context import require
 from hardpoint_executors.uniproc import UniprocExecutor
 
 __all__ = ["ExternalLauncherExecutor", "create", "place_from_environment"]
@@ -27,25 +24,24 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @plugin("executor", options=NoOptions)
-def create(ctx: ExecutorContext, options: NoOptions) -> ExternalLauncherExecutor:
-    """Raises ``ConfigError`` for a process that no launcher started, for one of another number of ranks than the
+class ExternalLauncherExecutor(UniprocExecutor):
+    """As ``uniproc``, for whichever rank this process is: calls reach its own worker only.
+
+    Raises ``ConfigError`` for a process that no launcher started, for one of another number of ranks than the
     configuration's, and in a server, whose processes are not started alike.
     """
-    del options
-    plugins, config = require(ctx)
-    if ProcessRole.WORKER not in ctx.roles:
-        raise ConfigError(
-            "executor 'external_launcher' keeps its worker in the process that was launched, and a server's engine has "
-            "a process of its own; use it with LLM or `hardpoint generate`, or serve with --executor multiproc"
-        )
-    place = place_from_environment(config.parallel, os.environ)
-    config = msgspec.structs.replace(config, parallel=place)
-    worker = build_worker(plugins, ctx.worker, config, ctx.worker_options)
-    return ExternalLauncherExecutor(worker, {"load_model": partial(load_model, worker, plugins, config)}, place.rank)
+
+    @classmethod
+    def _at_its_place(cls, ctx: ExecutorContext, config: WorkerConfig) -> WorkerConfig:
+        if ProcessRole.WORKER not in ctx.roles:
+            raise ConfigError(
+                "executor 'external_launcher' keeps its worker in the process that was launched, and a server's engine "
+                "has a process of its own; use it with LLM or `hardpoint generate`, or serve with --executor multiproc"
+            )
+        return msgspec.structs.replace(config, parallel=place_from_environment(config.parallel, os.environ))
 
 
-class ExternalLauncherExecutor(UniprocExecutor):
-    """As ``uniproc``, for whichever rank this process is: calls reach its own worker only."""
+create = ExternalLauncherExecutor
 
 
 def place_from_environment(parallel: ParallelSlice, environment: Mapping[str, str]) -> ParallelSlice:

@@ -15,7 +15,7 @@ from hardpoint.interfaces import Deferred, Executor, ExecutorContext, GrammarMas
 from hardpoint.ipc import CodecError
 from hardpoint.process import LoadReport
 from hardpoint_executors.context import require
-from hardpoint_executors.group import RankProcess, WorkerGroup, start_group, stop_ranks
+from hardpoint_executors.group import RankProcess, start_group, stop_ranks
 from hardpoint_executors.pending import PendingCalls
 from hardpoint_executors.rpc import LOAD_REPORT, RpcCodec
 
@@ -42,18 +42,14 @@ class MultiprocOptions(BaseModel):
 
 
 @plugin("executor", options=MultiprocOptions)
-def create(ctx: ExecutorContext, options: MultiprocOptions) -> MultiprocExecutor:
-    """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
-    _, config = require(ctx)
-    return MultiprocExecutor(start_group(ctx, options.start_timeout_s), config.parallel.output_rank)
-
-
 class MultiprocExecutor(Executor):
     """Sends each call to all ranks through one ring, in order; a reader thread per rank completes the futures."""
 
-    def __init__(self, group: WorkerGroup, output_rank: int = 0) -> None:
-        self._group = group
-        self._output_rank = frozenset({output_rank})
+    def __init__(self, ctx: ExecutorContext, options: MultiprocOptions) -> None:
+        """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
+        _, config = require(ctx)
+        self._group = group = start_group(ctx, options.start_timeout_s)
+        self._output_rank = frozenset({config.parallel.output_rank})
         self._ranks = ranks = group.ranks
         self._all = frozenset(range(len(ranks)))
         self._codec = RpcCodec()
@@ -161,3 +157,6 @@ class MultiprocExecutor(Executor):
             self._pending.fail(f"{entry.label} sent an unreadable answer: {error}")
         if not self._is_shut_down:
             self._pending.fail(entry.end_of_process())
+
+
+create = MultiprocExecutor

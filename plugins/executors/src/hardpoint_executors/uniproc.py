@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from hardpoint.interfaces import (
     PendingOutput,
     RunnerOutput,
     SchedulerOutput,
-    Worker,
+    WorkerConfig,
     plugin,
 )
 from hardpoint.interfaces.worker import WORKER_RPC
@@ -31,33 +31,34 @@ __all__ = ["UniprocExecutor", "create"]
 
 
 @plugin("executor", options=NoOptions)
-def create(ctx: ExecutorContext, options: NoOptions) -> UniprocExecutor:
-    """Raises ``ConfigError`` for more than one rank."""
-    del options
-    plugins, config = require(ctx)
-    if config.parallel.world_size != 1:
-        raise ConfigError(
-            f"executor 'uniproc' runs one rank, but the world size is {config.parallel.world_size}; "
-            f"choose --executor multiproc"
-        )
-    worker = build_worker(plugins, ctx.worker, config, ctx.worker_options)
-    return UniprocExecutor(worker, {"load_model": partial(load_model, worker, plugins, config)})
-
-
 class UniprocExecutor(Executor):
     """Runs every call in the calling thread; a future is complete when returned unless the worker's device still works.
 
     A call cannot be interrupted: ``timeout_s`` has no effect but on the shutdown's wait for a device.
     """
 
-    def __init__(self, worker: Worker, own: Mapping[str, Callable[[], Any]], rank: int = 0) -> None:
-        """``own`` are the methods that this process answers in the worker's stead; ``rank`` is for messages."""
-        self._worker = worker
-        self._own = own
-        self._rank = rank
+    def __init__(self, ctx: ExecutorContext, options: NoOptions) -> None:
+        """Raises ``ConfigError`` for ranks that this process cannot be, and what building a worker raises."""
+        del options
+        plugins, whole = require(ctx)
+        config = self._at_its_place(ctx, whole)
+        self._worker = build_worker(plugins, ctx.worker, config, ctx.worker_options)
+        # What this process answers in the worker's stead.
+        self._own = {"load_model": partial(load_model, self._worker, plugins, config)}
+        self._rank = config.parallel.rank
         self._codec = RpcCodec(WORKER_RPC)
         self._outputs = OutputQueue("outputs")
         self._is_shut_down = False
+
+    @classmethod
+    def _at_its_place(cls, ctx: ExecutorContext, config: WorkerConfig) -> WorkerConfig:
+        """``config`` as the rank in this process sees it."""
+        if config.parallel.world_size != 1:
+            raise ConfigError(
+                f"executor 'uniproc' runs one rank, but the world size is {config.parallel.world_size}; "
+                f"choose --executor multiproc"
+            )
+        return config
 
     @property
     def world_size(self) -> int:
@@ -119,3 +120,6 @@ class UniprocExecutor(Executor):
 
     def _failed(self, method: str, error: Exception) -> WorkerError:
         return worker_error(method, {self._rank: RpcFailure.of(error)}, {}, 1)
+
+
+create = UniprocExecutor
