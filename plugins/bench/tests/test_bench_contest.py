@@ -244,13 +244,15 @@ def test_every_number_has_bounds() -> None:
     assert {flag.name for flag in MODEL} <= set(every_flag())
 
 
-def test_peers_get_their_own_interpreters_and_models() -> None:
-    found = choose_peers(["llama.cpp", "transformers"], ["llama.cpp=/a/python"], ["llama.cpp=/a/b=c.gguf"])
-    assert [(peer.program.name, peer.model) for peer in found] == [("llama.cpp", "/a/b=c.gguf"), ("transformers", None)]
+def test_peers_get_their_own_interpreters_and_models(tmp_path: Path) -> None:
+    odd = tmp_path / "b=c.gguf"
+    odd.touch()
+    found = choose_peers(["llama.cpp", "transformers"], ["llama.cpp=/a/python"], [f"llama.cpp={odd}"])
+    assert [(peer.program.name, peer.model) for peer in found] == [("llama.cpp", str(odd)), ("transformers", None)]
     assert [peer.program.python == "/a/python" for peer in found] == [True, False]
     assert found[1] == ChosenPeer(PEERS["transformers"])
-    (alone,) = choose_peers(["transformers"], ["/b/python"], ["/odd=name/model"])
-    assert (alone.program.python, alone.model) == ("/b/python", "/odd=name/model")
+    (alone,) = choose_peers(["transformers"], ["/b/python"], [str(odd)])
+    assert (alone.program.python, alone.model) == ("/b/python", str(odd))
     assert all(program.adapter.is_file() for program in PEERS.values())
 
 
@@ -262,6 +264,7 @@ def test_peers_get_their_own_interpreters_and_models() -> None:
         (["transformers", "llama.cpp"], ["/p"], [], r"--peer-python '/p': say whose it is, as NAME=PATH"),
         ([], [], ["/m"], r"--peer-model '/m': say whose it is, as NAME=PATH \(--compare: none\)"),
         (["transformers"], ["llama.cpp=/p"], [], r"--peer-python 'llama.cpp=/p': llama.cpp takes no part"),
+        (["transformers"], [], ["/nowhere"], "--peer-model '/nowhere': no such file or folder"),
         (["transformers"], ["/p", "/q"], [], "--peer-python: transformers has two, '/p' and '/q'"),
     ],
 )

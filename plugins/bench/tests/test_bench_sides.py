@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -164,6 +166,27 @@ def test_a_side_that_would_go_on_is_ended_when_the_command_fails(adapter: WriteA
     with pytest.raises(KeyboardInterrupt), Side(adapter(engine=stubborn), JOB) as side:
         raise KeyboardInterrupt
     assert not is_running(side.pid)
+
+
+@pytest.mark.slow
+def test_a_side_ends_with_the_command_however_that_ends(adapter: WriteAdapter) -> None:
+    command = f"""
+import sys
+from pathlib import Path
+from hardpoint_bench.sides import Program, Side
+side = Side(Program("scripted", Path({str(adapter().adapter)!r})), {JOB!r})
+print(side.pid, flush=True)
+sys.stdin.read()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdout is not None
+        side = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.kill()
+            assert select.select([side], [], [], 60)[0], "the side has not ended"
+        finally:
+            os.close(side)
 
 
 def test_another_interpreter_gets_nothing_that_is_meant_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:

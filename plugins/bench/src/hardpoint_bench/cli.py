@@ -34,7 +34,8 @@ class BenchCommand(CliCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_arguments(parser, with_server=False)
-        text = f"the model, behind {', '.join(BY_COMMAND)}"
+        workloads = "; ".join(f"{workload.name}: {workload.description}" for workload in BY_COMMAND.values())
+        text = f"the model, right behind one of the workloads. {workloads}"
         parser.add_argument("measured_model", nargs="?", metavar="MODEL", help=text)
         group = parser.add_argument_group("benchmark")
         known = "; ".join(f"{workload.name}: {workload.description}" for workload in WORKLOADS.values())

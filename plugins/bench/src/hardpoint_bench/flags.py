@@ -9,6 +9,7 @@ from typing import Any
 
 from hardpoint.errors import ConfigError
 from hardpoint_bench.bounds import check_option
+from hardpoint_bench.peers import PEERS
 
 __all__ = ["BOTH", "MODEL", "REPLAY", "SHARED", "STEADY", "Flag", "Values", "add_flags", "every_flag", "flags_given"]
 
@@ -183,7 +184,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag.add_to(group)
     text = (
         "`latency`, `throughput`, `prefill`, `prefix` and `startup` in the place of MODEL and the model behind it. "
-        f"{', '.join(f'--{name}' for name in SHARED)} count as well: sizes of the workload, and a peer to compare with"
+        f"{', '.join(f'--{name}' for name in SHARED)} count as well: sizes of the workload, and a peer to compare "
+        f"with, one of {', '.join(PEERS)}; repeatable"
     )
     group = parser.add_argument_group("workload on a model", text)
     for flag in MODEL:

@@ -34,6 +34,8 @@ def run_model(arguments: argparse.Namespace, name: str, model: str | None) -> in
     values.refuse([flag for flag in every_flag() if flag not in own], f"not for `hardpoint bench {name}`")
     workload = sized(BY_COMMAND[name], values)
     peers = choose_peers(values["compare"] or (), values["peer-python"] or (), values["peer-model"] or ())
+    if model is None and not (arguments.config or os.environ.get("HARDPOINT_CONFIG")):
+        raise ConfigError(f"no model is named; write `hardpoint bench {name} MODEL`")
     arguments.model = model
     config = load_config(arguments, os.environ)
     (engine,) = config.engines.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hardpoint.errors import ConfigError
 from hardpoint_bench.sides import PROGRAMS, Program
@@ -42,7 +43,8 @@ class ChosenPeer:
 def choose_peers(names: Sequence[str], pythons: Sequence[str], models: Sequence[str]) -> list[ChosenPeer]:
     """Peers by ``names``, with interpreters and models as ``[NAME=]PATH``.
 
-    Raises ``ConfigError`` for a peer that is unknown or named twice, and for a path whose peer takes no part.
+    Raises ``ConfigError`` for a peer that is unknown or named twice, for a path whose peer takes no part, and for a
+    model that is not there.
     """
     for name in names:
         if name not in PEERS:
@@ -51,6 +53,9 @@ def choose_peers(names: Sequence[str], pythons: Sequence[str], models: Sequence[
             raise ConfigError(f"--compare {name}: it takes part already")
     by_python = _by_peer("peer-python", pythons, names)
     by_model = _by_peer("peer-model", models, names)
+    for name, path in by_model.items():
+        if not Path(path).exists():
+            raise ConfigError(f"--peer-model {path!r}: no such file or folder; give what {name} is to load")
     return [
         ChosenPeer(replace(PEERS[name], python=by_python.get(name, sys.executable)), by_model.get(name))
         for name in names
