@@ -20,6 +20,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 2.0],
@@ -95,6 +96,10 @@ def test_an_unsupported_type_is_named(rope_type: str) -> None:
         ({"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2"]}}, "'long_factor'.*'2'; a number is needed"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0]}}, "short_factor: 0.0 is not positive"),
         ({"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}}, "1 is no length"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0}}, r"beta_fast: 0\.0 is not above 0"),
+        ({"rope_scaling": {**YARN, "beta_slow": -1}}, r"beta_slow: -1\.0 is not above 0"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1e300}}, r"beta_fast: 1e\+300 is not .* at most"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1e300}}, "0 is no length"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, r"mrope_section: \[4, 4\] are not 3 counts"),
     ],
     ids=str,

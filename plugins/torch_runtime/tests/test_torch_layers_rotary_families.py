@@ -190,8 +190,14 @@ def test_positions_of_another_shape_are_refused() -> None:
             RopeParameters(rope_type="dynamic", factor=2.0, original_max_position=9, partial_factor=0.125),
             "'dynamic' cannot spare the fastest pair",
         ),
+        (RopeParameters(rope_type="linear", factor=1e-300), "not finite, .* and factor=1e-300"),
+        (RopeParameters(rope_type="dynamic", factor=1e300, original_max_position=2), "not finite, with rope_type"),
+        (
+            RopeParameters(rope_type="yarn", factor=2.0, original_max_position=9, attention_factor=1e300),
+            "not finite, with rope_type 'yarn'",
+        ),
     ],
-    ids=["sections", "longrope", "dynamic"],
+    ids=["sections", "longrope", "dynamic", "tiny factor", "huge factor", "huge attention factor"],
 )
 def test_settings_that_do_not_fit_the_head_are_named(rope: RopeParameters, message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):

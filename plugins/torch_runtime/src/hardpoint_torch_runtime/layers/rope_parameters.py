@@ -19,6 +19,8 @@ OTHER_NAMES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 NUM_AXES = 3
 """Positions of a token in an image or video: time, height and width."""
 MAX_SHOWN = 120
+MAX_TRAINED, MAX_TURNS = 2**31 - 1, 2**31 - 1
+"""Tokens of a context, and how often a pair turns within one."""
 MIN_TRAINED = 2
 """Tokens; the logarithm of the trained context is a divisor."""
 
@@ -116,8 +118,10 @@ class RopeParameters:
             if self.high_freq_factor > self.low_freq_factor
             else f"{self.high_freq_factor} is not above low_freq_factor={self.low_freq_factor}",
             "original_max_position_embeddings": None
-            if self.rope_type not in STRETCHING_TYPES or (self.original_max_position or 0) >= MIN_TRAINED
+            if self.rope_type not in STRETCHING_TYPES or MIN_TRAINED <= (self.original_max_position or 0) <= MAX_TRAINED
             else f"{self.original_max_position} is no length, and rope_type {self.rope_type!r} needs one",
+            "beta_fast": _fault_of_turns(self.beta_fast),
+            "beta_slow": _fault_of_turns(self.beta_slow),
             "short_factor": _fault_of_divisors(self.short_factors),
             "long_factor": _fault_of_divisors(self.long_factors),
             "mrope_section": None
@@ -161,6 +165,10 @@ def _stretch(config: Mapping[str, Any], original: int | None) -> float:
 
 def _fault_of_divisors(factors: tuple[float, ...]) -> str | None:
     return None if all(factor > 0 for factor in factors) else f"{min(factors)} is not positive"
+
+
+def _fault_of_turns(turns: float) -> str | None:
+    return None if 0 < turns <= MAX_TURNS else f"{turns} is not above 0 and at most {MAX_TURNS}"
 
 
 def _numbers(fields: Mapping[str, Any], name: str) -> tuple[float, ...]:

@@ -166,6 +166,11 @@ class RotaryEmbedding(torch.nn.Module):
                 "check head_dim and partial_rotary_factor in the model's config.json"
             )
         frequencies, scale = rotary_frequencies(rope, self.rotary_size, max_position)
+        if not (frequencies.isfinite().all() and abs(scale) <= torch.finfo(torch.float32).max):
+            raise ModelFormatError(
+                f"rotary settings in the model's config.json give angles that are not finite, with rope_type "
+                f"{rope.rope_type!r}, rope_theta={rope.theta} and factor={rope.factor}; check them"
+            )
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         axes = _section_axes(rope, len(frequencies)).to(device) if rope.sections else None
         self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
