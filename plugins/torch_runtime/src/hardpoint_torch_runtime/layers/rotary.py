@@ -50,7 +50,17 @@ def _dynamic_base(rope: RopeParameters, rotary_size: int, max_length: int) -> fl
         )
     length = max(max_length, rope.original_length)
     stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
-    return float(rope.theta * stretch ** (rotary_size / (rotary_size - 2)))
+    try:
+        return float(rope.theta * stretch ** (rotary_size / (rotary_size - 2)))
+    except OverflowError:
+        raise _endless(rope) from None
+
+
+def _endless(rope: RopeParameters) -> ModelFormatError:
+    return ModelFormatError(
+        f"rotary settings in the model's config.json give angles that are not finite, with rope_type "
+        f"{rope.rope_type!r}, rope_theta={rope.theta} and factor={rope.factor}; check them"
+    )
 
 
 def _longrope(rope: RopeParameters, exponents: torch.Tensor, max_length: int) -> tuple[torch.Tensor, float]:
@@ -167,10 +177,7 @@ class RotaryEmbedding(torch.nn.Module):
             )
         frequencies, scale = rotary_frequencies(rope, self.rotary_size, max_position)
         if not (frequencies.isfinite().all() and abs(scale) <= torch.finfo(torch.float32).max):
-            raise ModelFormatError(
-                f"rotary settings in the model's config.json give angles that are not finite, with rope_type "
-                f"{rope.rope_type!r}, rope_theta={rope.theta} and factor={rope.factor}; check them"
-            )
+            raise _endless(rope)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         axes = _section_axes(rope, len(frequencies)).to(device) if rope.sections else None
         self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
