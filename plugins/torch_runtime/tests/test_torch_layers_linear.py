@@ -45,6 +45,8 @@ class Recorder:
         self.gathered.append(tensor)
         return tensor
 
+    def close(self) -> None: ...
+
 
 def plain(name: str, shape: LinearShape) -> LinearMethod:
     del name, shape

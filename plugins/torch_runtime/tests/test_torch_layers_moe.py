@@ -56,6 +56,8 @@ class Recorder:
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         raise AssertionError(f"nothing to gather along {dim}: {tensor.shape}")
 
+    def close(self) -> None: ...
+
 
 def plain(name: str, shape: LinearShape) -> LinearMethod:
     del name, shape
