@@ -90,9 +90,9 @@ def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToo
         if not _is_lack_of_memory(error.__cause__):
             raise
         raise ConfigError(
-            f"{config.model.artifact.name!r} needs more memory for its weights in {config.dtype} than there is: "
-            f"{str(error.__cause__).partition(chr(10))[0]}; choose a smaller model, a narrower --dtype or a larger "
-            "--tensor-parallel-size, or correct the sizes in its configuration"
+            f"{config.model.artifact.name!r} needs more memory for weights and positions in {config.dtype} than "
+            f"there is: {str(error.__cause__).partition(chr(10))[0]}; choose a smaller model or --max-model-len, a "
+            "narrower --dtype or a larger --tensor-parallel-size, or correct the sizes in its configuration"
         ) from error
     return model
 
