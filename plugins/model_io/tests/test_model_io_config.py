@@ -74,6 +74,9 @@ def test_tasks_follow_the_architecture(
         ({"num_local_experts": 10**9}, "'num_local_experts' is 1000000000, but no dimension"),
         ({"n_routed_experts": -1}, "'n_routed_experts' is -1"),
         ({"num_experts": False}, "'num_experts' is false"),
+        ({"kv_lora_rank": 10**9}, "'kv_lora_rank' is 1000000000, but no dimension"),
+        ({"mamba_d_conv": 10**9}, "'mamba_d_conv' is 1000000000, but no dimension"),
+        ({"type_vocab_size": 10**400}, f"'type_vocab_size' is 1{'0' * 79}, but no dimension"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide evenly over 3"),
         ({"text_config": {"vocab_size": 9, "max_position_embeddings": 9, "hidden_size": 10**9}}, "'hidden_size' is"),
     ],
@@ -91,9 +94,10 @@ def test_sizes_given_per_layer_are_left_to_the_architecture(hf_folder: MakeFolde
     assert info.config["intermediate_size"] == [64, 10**9]
 
 
-def test_a_mixture_may_have_no_experts(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
-    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"num_local_experts": 0})))
-    assert info.config["num_local_experts"] == 0
+@pytest.mark.parametrize("name", ["num_local_experts", "type_vocab_size", "q_lora_rank"])
+def test_a_model_may_have_none_of_what_is_optional(hf_folder: MakeFolder, as_artifact: AsArtifact, name: str) -> None:
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({name: 0})))
+    assert info.config[name] == 0
 
 
 @pytest.mark.parametrize(

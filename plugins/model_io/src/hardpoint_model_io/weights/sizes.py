@@ -10,16 +10,16 @@ from hardpoint.errors import ModelFormatError
 
 __all__ = ["check_sizes"]
 
-_EXPERTS = (
+_OPTIONAL = (
     *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
-    *("n_shared_experts", "shared_intermediate_size"),
+    *("n_shared_experts", "shared_intermediate_size", "type_vocab_size"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("mamba_expand", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
 )
-"""0 where all layers are dense, or none are shared."""
-_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_STATES = ("mamba_expand", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+"""0 where an architecture has none of it, which only its own code can judge."""
 _LENGTHS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("type_vocab_size", *_EXPERTS, *_LATENTS, *_STATES),
+    *_OPTIONAL,
 )
 _MAX_SHOWN = 80
 _SLACK = 16
@@ -53,7 +53,7 @@ def check_sizes(config: Mapping[str, Any], shapes: Iterable[tuple[int, ...]], or
 
 def _is_given(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
-    if name in _EXPERTS and type(value) is int and value == 0:
+    if name in _OPTIONAL and type(value) is int and value == 0:
         return False
     return value is not None and not isinstance(value, list)
 
