@@ -201,6 +201,7 @@ def test_a_value_out_of_range_is_one_line(hardpoint: CommandLine, tiny: Path, op
         (["--temperature", "hot"], "invalid float value: 'hot'"),
         (["--dtype", "float99"], "invalid choice: 'float99'"),
         (["--prompt"], "expected one argument"),
+        (["--max-tokns", "5"], "unrecognized arguments: --max-tokns 5 (did you mean '--max-tokens'?)"),
         (["extra"], "unrecognized arguments: extra"),
     ],
 )

@@ -100,7 +100,12 @@ def _parse(parser: argparse.ArgumentParser, rest: list[str]) -> argparse.Namespa
         from hardpoint.config.plugin_options import add_plugin_flags
 
         add_plugin_flags(parser)
-    return parser.parse_args(rest)
+    parsed, unknown = parser.parse_known_args(rest)
+    if unknown:
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        hint = did_you_mean(flag, parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return parsed
 
 
 def _overview() -> str:
