@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import struct
 import threading
 import time
@@ -18,6 +19,7 @@ from hardpoint.interfaces import NoOptions
 from hardpoint.ipc import CodecError, encode
 from hardpoint.testing import FakeWorker
 from hardpoint.testing.executor_suite import executor_context, worker_config
+from hardpoint_executors import group
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.errors import start_error, worker_error
 from hardpoint_executors.group import rank_config
@@ -296,6 +298,15 @@ def test_each_rank_sees_its_own_place() -> None:
         config, parallel=msgspec.structs.replace(config.parallel, init_method="tcp://127.0.0.1:1")
     )
     assert rank_config(given_address, 0, 17).parallel.init_method == "tcp://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers"),
+    [(logging.DEBUG, "DEBUG"), (5, "DEBUG"), (logging.INFO, "INFO"), (25, "INFO"), (logging.CRITICAL, "ERROR")],
+)
+def test_workers_tell_as_much_as_their_engine(caplog: pytest.LogCaptureFixture, engine: int, workers: str) -> None:
+    with caplog.at_level(engine, "hardpoint"):
+        assert group._log_level() == workers
 
 
 def test_uniproc_refuses_more_than_one_rank(tmp_path: Path) -> None:

@@ -122,9 +122,16 @@ def _spawn(ctx: ExecutorContext, config: WorkerConfig, far: Channel, calls: Ring
         channel_fd=far.fileno(),
         ring_fd=calls.descriptor,
         meeting_fd=meeting,
+        log_level=_log_level(),
     )
     inherited = (far.fileno(), calls.descriptor, meeting)
     return spawn(_ENTRY, encode(start), name=f"worker-{config.parallel.rank}", pass_fds=inherited)
+
+
+def _log_level() -> str:
+    """The level from which this process tells, so that the workers of a quiet one are quiet as well."""
+    level = _logger.getEffectiveLevel()
+    return next((name for name in ("ERROR", "WARNING", "INFO") if level >= getattr(logging, name)), "DEBUG")
 
 
 def _wait_ready(ranks: Sequence[RankProcess], timeout_s: float) -> None:
