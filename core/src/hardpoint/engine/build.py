@@ -90,6 +90,6 @@ def _plan_kv_cache(spec: EngineSpec, runtime: PluginRuntime, executor: Executor)
     )
     granted, usable = config.layer_specs(wished), config.num_blocks - 1
     held = sum(granted[group.layer_names[0]].max_blocks(longest, in_flight) for group in config.groups)
-    text = "KV cache: %d blocks, %d groups of layers; room for %.1f requests of the full %d tokens at once"
-    _logger.info(text, usable, len(config.groups), usable / held if held else float("inf"), longest)
+    text = "KV cache: %d blocks, %d groups of layers; room for %s requests of the full %d tokens at once"
+    _logger.info(text, usable, len(config.groups), f"{usable / held:.1f}" if held else "any number of", longest)
     return config

@@ -48,7 +48,8 @@ class JinjaRenderer(ChatRenderer):
         Raises ``InvalidRequestError`` for messages or arguments that cannot be rendered, or are too long.
         """
         if self._template is None:
-            raise InvalidRequestError("this model has no chat template; use plain completions", param="messages")
+            fault = "this model has no chat template: give one with --chat-template-file, or use plain completions"
+            raise InvalidRequestError(fault, param="messages")
         given = dict(template_arguments or {})
         if clash := (_RESERVED | self._special.keys()) & given.keys():
             raise InvalidRequestError(f"the template argument {min(clash)!r} is reserved", param=min(clash))
