@@ -12,7 +12,7 @@ from hardpoint.errors import ConfigError, PluginNotFoundError
 from hardpoint.interfaces import ParallelSlice, PluginContext, WorkerConfig, WorkerContext
 from hardpoint.testing.executor_suite import worker_config
 from hardpoint.testing.fake_platform import FakePlatform
-from hardpoint_torch_runtime.communication import create_communicator, smallest
+from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
 from hardpoint_torch_runtime.layers import TensorParallel
 
 CPU = torch.device("cpu")
@@ -126,3 +126,38 @@ def test_a_share_without_a_communicator_is_refused() -> None:
     with pytest.raises(ConfigError, match="was given no communicator"):
         TensorParallel.from_slice(two_ranks().parallel)
     assert TensorParallel.from_slice(ParallelSlice()) == TensorParallel()
+
+
+class RecordedPeer(Peers):
+    """The other one of two ranks, which said what ``said`` was asked to remember."""
+
+    def __init__(self, said: torch.Tensor | None = None) -> None:
+        self.said = said
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        other = tensor if self.said is None else self.said
+        self.said = tensor.clone()
+        return torch.cat([other, tensor], dim)
+
+
+def test_ranks_started_with_other_settings_are_refused() -> None:
+    """Another seed draws other tokens, a larger step other shapes; neither may show as wrong text or as a wait."""
+    peer = RecordedPeer()
+    require_alike(two_ranks(), peer, CPU)
+    mine = msgspec.structs.replace(two_ranks(), seed=5, max_num_batched_tokens=3)
+    with pytest.raises(ConfigError, match=r"different settings: max_num_batched_tokens, seed of rank 1 .*the same"):
+        require_alike(mine, peer, CPU)
+
+
+def test_ranks_may_differ_in_their_place_and_in_where_files_lie() -> None:
+    peer, config = RecordedPeer(), two_ranks()
+    require_alike(config, peer, CPU)
+    artifact = msgspec.structs.replace(config.model.artifact, root="/another/folder", name="/another/folder")
+    elsewhere = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, artifact=artifact),
+        parallel=msgspec.structs.replace(config.parallel, rank=0),
+        show_progress=not config.show_progress,
+    )
+    require_alike(elsewhere, peer, CPU)
+    require_alike(elsewhere, None, CPU)

@@ -24,7 +24,7 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
-from hardpoint_torch_runtime.communication import create_communicator, smallest
+from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
 from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
@@ -170,6 +170,7 @@ class TorchWorker(Worker):
         self._communicator = create_communicator(
             self._plugins, self._platform, self.config, self._device, self.options.communicator
         )
+        require_alike(self.config, self._communicator, self._device)
 
     def load_model(self) -> None:
         started = time.perf_counter()
