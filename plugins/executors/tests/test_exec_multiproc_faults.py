@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from hardpoint.errors import EngineDeadError, HardpointError, PluginMismatchError, WorkerError
 from hardpoint.interfaces import NewRow, SamplingParams
@@ -331,3 +332,9 @@ def test_a_step_whose_device_never_answers_holds_nothing_else_up(folder: Path) -
     for future in futures:
         with pytest.raises(EngineDeadError, match="shut down"):
             future.result(1)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e18, 0.0])
+def test_a_start_without_an_end_is_refused_as_an_option(seconds: float) -> None:
+    with pytest.raises(ValidationError, match="start_timeout_s"):
+        MultiprocOptions(start_timeout_s=seconds)

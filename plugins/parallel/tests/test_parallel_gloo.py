@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import ParallelSlice, WorkerContext
@@ -136,3 +137,10 @@ def test_no_default_group_is_left_in_the_process(tmp_path: Path) -> None:
     """Programs that embed an engine have groups of their own."""
     both(tmp_path, lambda communicator, rank: communicator.all_reduce(torch.ones(1)))
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "meeting_timeout_s"])
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e18, 0.0])
+def test_a_time_that_no_wait_can_take_is_refused_as_an_option(option: str, seconds: float) -> None:
+    with pytest.raises(ValidationError, match=option):
+        GlooOptions.model_validate({option: seconds})

@@ -25,6 +25,9 @@ _GRACE_AFTER_FAILURE_S = 1.0
 _REPORT_S = 5.0
 """A worker that is this late with its report hangs; the engine must not hang with it for long."""
 
+_LONGEST_S = 1_000_000.0
+"""Waits of the system end at some number of milliseconds; nobody means longer ones."""
+
 _DEATH_SHOWS_S = 0.5
 """Ranks fail when a peer dies, and say so before its process is gone for good: then the death is what to tell."""
 
@@ -37,6 +40,7 @@ class MultiprocOptions(BaseModel):
     start_timeout_s: float = Field(
         default=120.0,
         gt=0,
+        le=_LONGEST_S,
         description="seconds in which every worker process must have built its worker, weights not yet",
     )
 

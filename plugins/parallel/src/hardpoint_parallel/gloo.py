@@ -18,6 +18,8 @@ __all__ = ["GlooOptions", "create"]
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_HOSTS = ("localhost", _LOOPBACK, "::1")
+_LONGEST_S = 1_000_000.0
+"""The framework counts milliseconds in 32 bits."""
 
 
 class GlooOptions(BaseModel):
@@ -26,10 +28,16 @@ class GlooOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     timeout_s: float = Field(
-        default=300.0, gt=0, description="seconds after which a collective that some rank does not join fails"
+        default=300.0,
+        gt=0,
+        le=_LONGEST_S,
+        description="seconds after which a collective that some rank does not join fails",
     )
     meeting_timeout_s: float = Field(
-        default=120.0, gt=0, description="seconds that a rank waits at the start for the others to appear"
+        default=120.0,
+        gt=0,
+        le=_LONGEST_S,
+        description="seconds that a rank waits at the start for the others to appear",
     )
     interface: str | None = Field(
         default=None,
