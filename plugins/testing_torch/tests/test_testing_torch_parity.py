@@ -171,3 +171,19 @@ def test_the_command_refuses_a_field_that_is_none(
     with pytest.raises(SystemExit):
         main(["LlamaForCausalLM", "--config", text])
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["Qwn3ForCausalLM"], "no model class 'Qwn3ForCausalLM' (did you mean 'Qwen3ForCausalLM'?)"),
+        (["Trainer"], "no model class 'Trainer'"),
+        (["BambaForCausalLM"], "BambaForCausalLM does not take these sizes, set others with --config"),
+    ],
+)
+def test_the_command_refuses_what_has_no_oracle(
+    given: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*given, "--mode", "TP2"])
+    assert complaint in capsys.readouterr().err

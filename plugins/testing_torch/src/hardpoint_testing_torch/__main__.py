@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import transformers
 
 from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.parity_case import MODES, ParityCase
+from hardpoint_testing_torch.tiny_models import TINY_SIZES
 
 __all__ = ["main"]
 
@@ -27,10 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--config", metavar="FIELD=JSON", action="append", default=[], type=_field, help="a field; may be repeated"
     )
-    parser.add_argument("--mode", action="append", choices=MODES, help="only this mode; may be repeated")
+    parser.add_argument(
+        "--mode", action="append", choices=MODES, type=str.lower, help="only this mode; may be repeated"
+    )
     parser.add_argument("--block-size", type=int, default=4, help="tokens per KV block (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default: 0)")
     given = parser.parse_args(arguments)
+    if (fault := _fault(given.architecture, dict(given.config))) is not None:
+        parser.error(fault)
     # The bars of saving a checkpoint of kilobytes only hide the report.
     transformers.utils.logging.disable_progress_bar()
     case = ParityCase(given.architecture, dict(given.config), block_size=given.block_size)
@@ -38,6 +44,21 @@ def main(arguments: list[str] | None = None) -> int:
         report = run_parity(case, Path(folder), modes=given.mode or MODES, seed=given.seed)
     print(report)
     return 0 if report.is_ok else 1
+
+
+def _fault(architecture: str, config: dict[str, Any]) -> str | None:
+    """Why there can be no oracle: the class is not there, or its configuration refuses the fields."""
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None or not hasattr(model_class, "config_class"):
+        models = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
+        near = difflib.get_close_matches(architecture, models, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"transformers {transformers.__version__} has no model class {architecture!r}{hint}"
+    try:
+        model_class.config_class(**{**TINY_SIZES, **config})
+    except Exception as error:  # Its own kinds, which differ with its version.
+        return f"{architecture} does not take these sizes, set others with --config: {error}"
+    return None
 
 
 def _field(text: str) -> tuple[str, Any]:
