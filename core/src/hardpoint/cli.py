@@ -102,7 +102,7 @@ def _parse(parser: argparse.ArgumentParser, rest: list[str]) -> argparse.Namespa
         add_plugin_flags(parser)
     parsed, unknown = parser.parse_known_args(rest)
     if unknown:
-        flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("--") and len(word) > 4), "")
         hint = did_you_mean(flag, parser._option_string_actions)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return parsed
