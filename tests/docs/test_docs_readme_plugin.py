@@ -14,7 +14,7 @@ import pytest
 from doc_blocks import blocks_of
 from hardpoint.config import ServerConfig
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces import EndpointContext, PluginContext
+from hardpoint.interfaces import EndpointContext
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.resolve import build_plan
 from hardpoint.plugins.runtime import PluginRuntime
@@ -51,12 +51,8 @@ def start(engine: FakeEngineClient, options: dict[str, Any] | None = None) -> An
     engines = Engines([engine.model_name])
     engines.add(engine.model_name, engine)
 
-    def context(name: str) -> PluginContext:
-        base = runtime.context("endpoint", name)
-        fields = {field: getattr(base, field) for field in PluginContext.__dataclass_fields__}
-        return EndpointContext(**fields, router=engines)
-
-    return create_app(ServerConfig(), engines, runtime.create_all("endpoint", context), ())
+    endpoints = runtime.create_all("endpoint", EndpointContext, router=engines)
+    return create_app(ServerConfig(), engines, endpoints, ())
 
 
 async def ask(app: Any, path: str) -> httpx.Response:
