@@ -54,7 +54,7 @@ class Instance:
     def __init__(self, *, dtype: str = "float32") -> None:
         roles = frozenset({ProcessRole.LAUNCHER, ProcessRole.API, ProcessRole.ENGINE, ProcessRole.WORKER})
         self.runtime = PluginRuntime(build_plan(discover(), PluginSelection()), roles)
-        self.runtime.attach_platform(self._create("platform", "cpu"))
+        self.runtime.platform = self._create("platform", "cpu")
         self.artifact: ModelArtifact = self._create("model_source", "package").resolve("smollm2", None)
         loader = self.runtime.create(
             "weight_loader", "gguf", self._context(WeightLoaderContext, "weight_loader", "gguf")
