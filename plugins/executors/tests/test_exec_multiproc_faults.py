@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from hardpoint.errors import EngineDeadError, HardpointError, PluginMismatchError, WorkerError
+from hardpoint.errors import ConfigError, EngineDeadError, HardpointError, PluginMismatchError, WorkerError
 from hardpoint.interfaces import NewRow, SamplingParams
 from hardpoint.testing.executor_suite import empty_step, executor_context, install_fake_worker, worker_config
 from hardpoint.testing.faulty_worker import Fault
@@ -183,6 +183,13 @@ def test_starting_has_a_time_limit(start: Start) -> None:
     before = children()
     with pytest.raises(EngineDeadError, match=r"rank 1 .* not ready after 1\.5 s; raise plugins\.executor\.multiproc"):
         start(2, Fault("create", "hang", (1,)), start_timeout_s=1.5)
+    assert children() == before
+
+
+def test_more_ranks_than_the_host_should_bear_are_refused_before_any_starts(start: Start) -> None:
+    before = children()
+    with pytest.raises(ConfigError, match=r"1000 worker processes.*at most 16.*multiproc\.max_ranks"):
+        start(1000)
     assert children() == before
 
 

@@ -43,6 +43,9 @@ class MultiprocOptions(BaseModel):
         le=_LONGEST_S,
         description="seconds in which every worker process must have built its worker, weights not yet",
     )
+    max_ranks: int = Field(
+        default=16, ge=1, description="most worker processes to start; a mistyped size must not bury the host"
+    )
 
 
 @plugin("executor", options=MultiprocOptions)
@@ -50,8 +53,16 @@ class MultiprocExecutor(Executor):
     """Sends each call to all ranks through one ring, in order; a reader thread per rank completes the futures."""
 
     def __init__(self, ctx: ExecutorContext, options: MultiprocOptions) -> None:
-        """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's."""
+        """Raises what a worker raises while starting: ``PluginMismatchError`` for other plugins than the plan's.
+
+        ``ConfigError`` for more ranks than ``options`` allow, before any is started.
+        """
         _, config = require(ctx)
+        if config.parallel.world_size > options.max_ranks:
+            raise ConfigError(
+                f"{config.parallel.world_size} worker processes were asked for, and at most {options.max_ranks} are "
+                "started: lower --tensor-parallel-size, or raise plugins.executor.multiproc.max_ranks"
+            )
         self._group = group = start_group(ctx, options.start_timeout_s)
         self._output_rank = frozenset({config.parallel.output_rank})
         self._ranks = ranks = group.ranks
