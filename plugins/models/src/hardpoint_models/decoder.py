@@ -8,13 +8,13 @@ D head size. Parameter names follow Hugging Face checkpoints but for the fused `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from hardpoint.interfaces.kv_cache import KVCacheSpec
-from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
+from hardpoint.interfaces.model import StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint_models.causal import LAYER, CausalModel, GatedMLP, LayerStack, causal_rules, gated_rules
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm, RotaryEmbedding
 
@@ -94,28 +94,10 @@ def _attention(name: str, config: DecoderConfig, window: int | None, layers: Lay
     )
 
 
-class DecoderMLP(torch.nn.Module):
-    """[T, C] to [T, C]."""
-
-    def __init__(self, name: str, config: DecoderConfig, layers: LayerToolkit) -> None:
-        super().__init__()
-        parts = {"gate": config.intermediate_size, "up": config.intermediate_size}
-        self.gate_up_proj = layers.merged_column_linear(
-            f"{name}.gate_up_proj", config.hidden_size, parts, bias=config.mlp_bias
-        )
-        self.down_proj = layers.row_linear(
-            f"{name}.down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
-        self.activation = _activation(config, layers)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(hidden)))
-
-
 def _feed_forward(name: str, index: int, config: DecoderConfig, layers: LayerToolkit) -> torch.nn.Module:
     experts = config.experts
     if experts is None or not experts.layers[index]:
-        return DecoderMLP(name, config, layers)
+        return GatedMLP(name, config, layers, _activation(config, layers))
     return layers.mixture_of_experts(name, experts.sizes, experts.routing)
 
 
@@ -155,34 +137,29 @@ class SandwichLayer(DecoderLayer):
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
-class DecoderStack(torch.nn.Module):
-    """The layers of one pipeline stage, with embedding and final norm where the stage has them."""
+class DecoderStack(LayerStack):
+    """Layers that all have the rotation of the model, or the local one."""
 
     def __init__(self, config: DecoderConfig, layers: LayerToolkit, stage: StageRange) -> None:
-        super().__init__()
-        self.stage = stage
-        needs_embedding = stage.has_embedding or (stage.has_head and config.is_tied)
-        self.embed_tokens = (
-            layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
-        )
         layer_class = SandwichLayer if config.is_sandwiched else DecoderLayer
-        indices = range(stage.first, stage.last)
-        # Keyed by the number in the whole model, so that names agree over stages.
-        self.layers = torch.nn.ModuleDict({str(index): layer_class(index, config, layers) for index in indices})
-        self.norm = _norm(config.hidden_size, config, layers) if stage.has_head else None
+        super().__init__(
+            config,
+            layers,
+            stage,
+            lambda index: layer_class(index, config, layers),
+            lambda: _norm(config.hidden_size, config, layers),
+        )
         self.rotary = _rotary(config, layers)
         local = config.local_rope
         self.local_rotary = None if local is None else layers.rotary(config.head_size, local)
-        is_local = [local is not None and config.local_layers[index] for index in indices]
+        is_local = [local is not None and config.local_layers[index] for index in range(stage.first, stage.last)]
         self._in_order = tuple(zip(self.layers.values(), is_local, strict=True))
         # Rounded as the embeddings are.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=layers.dtype))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.embed_tokens is None:
-            raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
-        embedded = self.embed_tokens(token_ids)
+        embedded = super().embed(token_ids)
         return embedded if self._embedding_scale is None else embedded * self._embedding_scale
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -192,101 +169,38 @@ class DecoderStack(torch.nn.Module):
         residual: torch.Tensor | None = None
         for layer, is_local in self._in_order:
             hidden, residual = layer(hidden, residual, local_rotation if is_local else rotation)
-        if self.norm is not None:
-            return self.norm.add(hidden, residual)[0]
-        return hidden if residual is None else residual.add_(hidden)
+        return self.finish(hidden, residual)
 
 
-class DecoderModel(torch.nn.Module):
-    """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C]."""
+class DecoderModel(CausalModel):
+    """Model of one pipeline stage."""
 
     def __init__(self, info: ModelInfo, config: DecoderConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
-        super().__init__()
-        self._info = info
+        super().__init__(info, config, layers, stage, lambda held: DecoderStack(config, layers, held))
         self.config = config
-        self.stage = stage if stage is not None else StageRange(0, config.num_layers)
-        self.model = DecoderStack(config, layers, self.stage)
-        tied_to = self.model.embed_tokens if config.is_tied else None
-        self.lm_head = (
-            layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
-            if self.stage.has_head
-            else None
-        )
-        self._kv_specs = layers.kv_cache_specs()
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed(token_ids)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediates: Mapping[str, torch.Tensor] | None = None,
-        embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor | StageOutput:
-        given = embeddings if intermediates is None else intermediates["hidden"]
-        if given is not None:
-            # The stack writes into its input, and this one belongs to the caller.
-            hidden = self.model(given.clone(), positions)
-        elif token_ids is not None:
-            hidden = self.model(self.embed(token_ids), positions)
-        else:
-            raise ValueError("one of token_ids, embeddings and intermediates must be given")
-        return hidden if self.stage.has_head else StageOutput(intermediates={"hidden": hidden})
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.lm_head is None:
-            raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
-        logits = self.lm_head(hidden)
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.config.logits_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        return self._kv_specs
-
-    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
-        for index, layer in self.model.layers.items():
-            yield f"model.layers.{index}", layer
-
     def weight_rules(self) -> Sequence[WeightRule]:
-        layer = "model.layers.*"
-        shards = [
-            *((f"{layer}.self_attn.{part}_proj.*", f"{layer}.self_attn.qkv_proj.*", part) for part in ("q", "k", "v")),
-            *((f"{layer}.mlp.{part}_proj.*", f"{layer}.mlp.gate_up_proj.*", part) for part in ("gate", "up")),
-        ]
         unchanged = [
             "model.embed_tokens.weight",
             "model.norm.weight",
-            f"{layer}.input_layernorm.weight",
-            f"{layer}.post_attention_layernorm.weight",
-            f"{layer}.pre_feedforward_layernorm.weight",
-            f"{layer}.post_feedforward_layernorm.weight",
-            f"{layer}.self_attn.o_proj.*",
-            f"{layer}.self_attn.q_norm.weight",
-            f"{layer}.self_attn.k_norm.weight",
-            f"{layer}.mlp.down_proj.*",
+            f"{LAYER}.input_layernorm.weight",
+            f"{LAYER}.post_attention_layernorm.weight",
+            f"{LAYER}.pre_feedforward_layernorm.weight",
+            f"{LAYER}.post_feedforward_layernorm.weight",
+            f"{LAYER}.self_attn.o_proj.*",
+            f"{LAYER}.self_attn.q_norm.weight",
+            f"{LAYER}.self_attn.k_norm.weight",
+            f"{LAYER}.mlp.down_proj.*",
         ]
         return [
-            # Old checkpoints carry frequency tables; they are computed here.
-            WeightRule(f"{layer}.self_attn.rotary_emb.inv_freq", None),
             *self.config.rules,
             *(self.config.latent.rules if self.config.latent is not None else ()),
             *(self.config.experts.rules if self.config.experts is not None else ()),
-            WeightRule("lm_head.weight", None if self.config.is_tied else "lm_head.projection.weight"),
-            *(WeightRule(pattern, target, part) for pattern, target, part in shards),
+            *causal_rules(self.config),
+            *gated_rules("mlp"),
             *(WeightRule(name, name) for name in unchanged),
         ]
-
-    def holds(self, parameter: str) -> bool:
-        """False for parameters of the whole model that other stages hold."""
-        parts = parameter.split(".")
-        if parts[:2] == ["model", "layers"]:
-            is_layer = parts[2].isdecimal() and int(parts[2]) < self.config.num_layers
-            return parts[2] in self.model.layers or not is_layer
-        if parts[:2] == ["model", "embed_tokens"]:
-            return self.model.embed_tokens is not None
-        return self.stage.has_head

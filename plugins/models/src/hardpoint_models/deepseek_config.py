@@ -9,6 +9,7 @@ from typing import Any
 
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model import WeightRule
+from hardpoint_models.causal import LAYER
 from hardpoint_models.config_fields import MAX_INTEGER, MAX_LAYERS, ConfigFields
 from hardpoint_models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
 from hardpoint_models.moe import expert_rules
@@ -16,7 +17,6 @@ from hardpoint_torch_runtime.layers import LatentSizes, MixtureSizes, RopeParame
 
 __all__ = ["read_deepseek_v2", "read_deepseek_v3"]
 
-LAYER = "model.layers.*"
 DEEPEST_NAME = 5
 """Segments behind a layer's number, at most: ``mlp.experts.0.down_proj.weight``."""
 

@@ -6,17 +6,17 @@ checkpoints of the Llama lineage; ``HybridConfig.rules`` has what others call di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hardpoint.interfaces.kv_cache import KVCacheSpec
-from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange, WeightRule
+from hardpoint.interfaces.model import Model, ModelContext, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.building import require_toolkit
-from hardpoint_models.hybrid_config import LAYER, HybridConfig, read_bamba, read_granite_hybrid, unchanged_rules
+from hardpoint_models.causal import CausalModel, GatedMLP, LayerStack, causal_rules
+from hardpoint_models.hybrid_config import HybridConfig, read_bamba, read_granite_hybrid, unchanged_rules
 from hardpoint_torch_runtime.layers import LayerToolkit
 
 __all__ = ["HybridModel", "create_bamba", "create_granite_hybrid"]
@@ -61,24 +61,6 @@ class HybridAttention(torch.nn.Module):
         return self.o_proj(self.attn(query, key, value))
 
 
-class HybridMLP(torch.nn.Module):
-    """[T, C] to [T, C]."""
-
-    def __init__(self, name: str, config: HybridConfig, layers: LayerToolkit) -> None:
-        super().__init__()
-        parts = {"gate": config.intermediate_size, "up": config.intermediate_size}
-        self.gate_up_proj = layers.merged_column_linear(
-            f"{name}.gate_up_proj", config.hidden_size, parts, bias=config.mlp_bias
-        )
-        self.down_proj = layers.row_linear(
-            f"{name}.down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
-        self.activation = layers.silu_and_mul()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(hidden)))
-
-
 class HybridLayer(torch.nn.Module):
     """(output to add, residual) to the same; the residual is None before the first layer of a stage."""
 
@@ -91,7 +73,7 @@ class HybridLayer(torch.nn.Module):
         self.post_attention_layernorm = layers.rms_norm(config.hidden_size, config.norm_eps)
         experts = config.experts
         self.mlp = (
-            HybridMLP(f"{name}.mlp", config, layers)
+            GatedMLP(f"{name}.mlp", config, layers, layers.silu_and_mul())
             if experts is None
             else layers.mixture_of_experts(f"{name}.mlp", experts.sizes, experts.routing)
         )
@@ -119,20 +101,17 @@ class HybridLayer(torch.nn.Module):
         return output if self._residual_scale == 1.0 else output * self._residual_scale
 
 
-class HybridStack(torch.nn.Module):
-    """The layers of one pipeline stage, with embedding and final norm where the stage has them."""
+class HybridStack(LayerStack):
+    """Layers that attend with the model's rotation, if it has one, and layers that need none."""
 
     def __init__(self, config: HybridConfig, layers: LayerToolkit, stage: StageRange) -> None:
-        super().__init__()
-        needs_embedding = stage.has_embedding or (stage.has_head and config.is_tied)
-        self.embed_tokens = (
-            layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
+        super().__init__(
+            config,
+            layers,
+            stage,
+            lambda index: HybridLayer(index, config, layers),
+            lambda: layers.rms_norm(config.hidden_size, config.norm_eps),
         )
-        # Keyed by the number in the whole model, so that names agree over stages.
-        self.layers = torch.nn.ModuleDict(
-            {str(index): HybridLayer(index, config, layers) for index in range(stage.first, stage.last)}
-        )
-        self.norm = layers.rms_norm(config.hidden_size, config.norm_eps) if stage.has_head else None
         self.rotary = None if config.rope is None else layers.rotary(config.head_size, config.rope)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -141,89 +120,24 @@ class HybridStack(torch.nn.Module):
         residual: torch.Tensor | None = None
         for layer in self.layers.values():
             hidden, residual = layer(hidden, residual, rotation)
-        if self.norm is not None:
-            return self.norm.add(hidden, residual)[0]
-        return hidden if residual is None else residual.add_(hidden)
+        return self.finish(hidden, residual)
 
 
-class HybridModel(torch.nn.Module):
-    """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C]."""
+class HybridModel(CausalModel):
+    """Model of one pipeline stage."""
 
     def __init__(self, info: ModelInfo, config: HybridConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
-        super().__init__()
-        self._info = info
+        super().__init__(info, config, layers, stage, lambda held: HybridStack(config, layers, held))
         self.config = config
-        self.stage = stage if stage is not None else StageRange(0, config.num_layers)
-        self.model = HybridStack(config, layers, self.stage)
-        tied_to = self.model.embed_tokens if config.is_tied else None
-        self.lm_head = (
-            layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
-            if self.stage.has_head
-            else None
-        )
-        self._kv_specs = layers.kv_cache_specs()
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+    def enter(self, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded * self.config.embedding_scale
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.model.embed_tokens is None:
-            raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
-        return self.model.embed_tokens(token_ids)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediates: Mapping[str, torch.Tensor] | None = None,
-        embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor | StageOutput:
-        if intermediates is not None:
-            # The stack writes into its input, and this one belongs to the caller.
-            hidden = intermediates["hidden"].clone()
-        elif embeddings is not None:
-            hidden = embeddings * self.config.embedding_scale
-        elif token_ids is not None:
-            hidden = self.embed(token_ids) * self.config.embedding_scale
-        else:
-            raise ValueError("one of token_ids, embeddings and intermediates must be given")
-        hidden = self.model(hidden, positions)
-        return hidden if self.stage.has_head else StageOutput(intermediates={"hidden": hidden})
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.lm_head is None:
-            raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
-        logits = self.lm_head(hidden)
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
 
-    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        return self._kv_specs
-
-    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
-        for index, layer in self.model.layers.items():
-            yield f"model.layers.{index}", layer
-
     def weight_rules(self) -> Sequence[WeightRule]:
-        projections = ((f"{LAYER}.self_attn.{part}_proj.*", part) for part in ("q", "k", "v"))
-        return [
-            *self.config.rules,
-            # Old checkpoints carry frequency tables; they are computed here.
-            WeightRule(f"{LAYER}.self_attn.rotary_emb.inv_freq", None),
-            WeightRule("lm_head.weight", None if self.config.is_tied else "lm_head.projection.weight"),
-            *(WeightRule(pattern, f"{LAYER}.self_attn.qkv_proj.*", part) for pattern, part in projections),
-            *unchanged_rules(),
-        ]
-
-    def holds(self, parameter: str) -> bool:
-        """False for parameters of the whole model that other stages hold."""
-        parts = parameter.split(".")
-        if parts[:2] == ["model", "layers"]:
-            is_layer = parts[2].isdecimal() and int(parts[2]) < self.config.num_layers
-            return parts[2] in self.model.layers or not is_layer
-        if parts[:2] == ["model", "embed_tokens"]:
-            return self.model.embed_tokens is not None
-        return self.stage.has_head
+        return [*self.config.rules, *causal_rules(self.config), *unchanged_rules()]
 
 
 def _build(ctx: ModelContext, read: Callable[[Mapping[str, Any], str], HybridConfig]) -> HybridModel:

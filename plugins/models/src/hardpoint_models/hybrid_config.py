@@ -9,13 +9,13 @@ from typing import Any
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
+from hardpoint_models.causal import LAYER, gated_rules
 from hardpoint_models.config_fields import ConfigFields, finite, shown
 from hardpoint_models.decoder_config import require_grouped_heads
 from hardpoint_torch_runtime.layers import MambaSizes, MixtureSizes, RopeParameters, RoutingParameters
 
 __all__ = ["HybridConfig", "HybridExperts", "read_bamba", "read_granite_hybrid"]
 
-LAYER = "model.layers.*"
 LAYER_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 """Old and new names of the kinds of layers, and whether each is recurrent."""
 
@@ -67,8 +67,7 @@ class HybridConfig:
 BAMBA_RULES = (
     WeightRule("model.final_layernorm.weight", "model.norm.weight"),
     WeightRule(f"{LAYER}.pre_ff_layernorm.weight", f"{LAYER}.post_attention_layernorm.weight"),
-    WeightRule(f"{LAYER}.feed_forward.gate_proj.*", f"{LAYER}.mlp.gate_up_proj.*", "gate"),
-    WeightRule(f"{LAYER}.feed_forward.up_proj.*", f"{LAYER}.mlp.gate_up_proj.*", "up"),
+    *gated_rules("feed_forward"),
     WeightRule(f"{LAYER}.feed_forward.down_proj.*", f"{LAYER}.mlp.down_proj.*"),
 )
 

@@ -1,0 +1,197 @@
+"""What models that predict the next token have in common: stages, embedding, head, and the names of weights.
+
+Legend: T tokens of the step, C hidden size, V vocabulary, S sampled positions. Parameter names follow Hugging Face
+checkpoints of the Llama lineage but for the fused ``qkv_proj`` and ``gate_up_proj``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from hardpoint.interfaces.kv_cache import KVCacheSpec
+from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
+from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
+
+__all__ = ["LAYER", "CausalConfig", "CausalModel", "GatedMLP", "LayerStack", "causal_rules", "gated_rules"]
+
+LAYER = "model.layers.*"
+
+
+class CausalConfig(Protocol):
+    """What every family's record says; sizes are those of the whole model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def is_tied(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+
+
+class GatedMLP(torch.nn.Module):
+    """[T, C] to [T, C]."""
+
+    def __init__(self, name: str, config: CausalConfig, layers: LayerToolkit, activation: torch.nn.Module) -> None:
+        super().__init__()
+        parts = {"gate": config.intermediate_size, "up": config.intermediate_size}
+        self.gate_up_proj = layers.merged_column_linear(
+            f"{name}.gate_up_proj", config.hidden_size, parts, bias=config.mlp_bias
+        )
+        self.down_proj = layers.row_linear(
+            f"{name}.down_proj", config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
+        self.activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(hidden)))
+
+
+class LayerStack(torch.nn.Module):
+    """The layers of one pipeline stage, with embedding and final norm where the stage has them.
+
+    Subclasses run the layers: ``forward(hidden, positions)``, [T, C] to [T, C], which may overwrite ``hidden``.
+    """
+
+    def __init__(
+        self,
+        config: CausalConfig,
+        layers: LayerToolkit,
+        stage: StageRange,
+        make_layer: Callable[[int], torch.nn.Module],
+        make_norm: Callable[[], RMSNorm],
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        needs_embedding = stage.has_embedding or (stage.has_head and config.is_tied)
+        self.embed_tokens = (
+            layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
+        )
+        # Keyed by the number in the whole model, so that names agree over stages.
+        self.layers = torch.nn.ModuleDict({str(index): make_layer(index) for index in range(stage.first, stage.last)})
+        self.norm = make_norm() if stage.has_head else None
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] to [T, C]. Raises ``RuntimeError`` on stages without an embedding."""
+        if self.embed_tokens is None:
+            raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
+        return self.embed_tokens(token_ids)
+
+    def finish(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """What the stage hands on: the sum of the last output and its residual, normalized where the model ends."""
+        if self.norm is not None:
+            return self.norm.add(hidden, residual)[0]
+        return hidden if residual is None else residual.add_(hidden)
+
+
+class CausalModel(torch.nn.Module):
+    """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C].
+
+    Families build their ``stack`` and say in :meth:`enter` and :meth:`finish_logits` what they do before and after.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: CausalConfig,
+        layers: LayerToolkit,
+        stage: StageRange | None,
+        make_stack: Callable[[StageRange], LayerStack],
+    ) -> None:
+        super().__init__()
+        self._info = info
+        self._num_layers = config.num_layers
+        self.stage = stage if stage is not None else StageRange(0, config.num_layers)
+        self.model = make_stack(self.stage)
+        tied_to = self.model.embed_tokens if config.is_tied else None
+        self.lm_head = (
+            layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
+            if self.stage.has_head
+            else None
+        )
+        self._kv_specs = layers.kv_cache_specs()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(token_ids)
+
+    def enter(self, embedded: torch.Tensor) -> torch.Tensor:
+        """What the first layer sees of embeddings [T, C], be they looked up or given."""
+        return embedded
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is made of the head's output [S, V]; may work in place."""
+        return logits
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediates: Mapping[str, torch.Tensor] | None = None,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor | StageOutput:
+        # The stack writes into its input, and what was given belongs to the caller.
+        if intermediates is not None:
+            hidden = intermediates["hidden"].clone()
+        elif embeddings is not None:
+            hidden = self.enter(embeddings.clone())
+        elif token_ids is not None:
+            hidden = self.enter(self.embed(token_ids))
+        else:
+            raise ValueError("one of token_ids, embeddings and intermediates must be given")
+        hidden = self.model(hidden, positions)
+        return hidden if self.stage.has_head else StageOutput(intermediates={"hidden": hidden})
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is None:
+            raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
+        return self.finish_logits(self.lm_head(hidden))
+
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        return self._kv_specs
+
+    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        for index, layer in self.model.layers.items():
+            yield f"model.layers.{index}", layer
+
+    def holds(self, parameter: str) -> bool:
+        """False for parameters of the whole model that other stages hold."""
+        parts = parameter.split(".")
+        if parts[:2] == ["model", "layers"]:
+            is_layer = parts[2].isdecimal() and int(parts[2]) < self._num_layers
+            return parts[2] in self.model.layers or not is_layer
+        if parts[:2] == ["model", "embed_tokens"]:
+            return self.model.embed_tokens is not None
+        return self.stage.has_head
+
+
+def causal_rules(config: CausalConfig) -> list[WeightRule]:
+    """Rules for the head and for attention with projections of its own."""
+    return [
+        # Old checkpoints carry frequency tables; they are computed here.
+        WeightRule(f"{LAYER}.self_attn.rotary_emb.inv_freq", None),
+        WeightRule("lm_head.weight", None if config.is_tied else "lm_head.projection.weight"),
+        *(
+            WeightRule(f"{LAYER}.self_attn.{part}_proj.*", f"{LAYER}.self_attn.qkv_proj.*", part)
+            for part in ("q", "k", "v")
+        ),
+    ]
+
+
+def gated_rules(block: str) -> list[WeightRule]:
+    """Rules for the halves of a feed-forward block that checkpoints keep under ``block``."""
+    return [
+        WeightRule(f"{LAYER}.{block}.{part}_proj.*", f"{LAYER}.mlp.gate_up_proj.*", part) for part in ("gate", "up")
+    ]
