@@ -242,7 +242,11 @@ def test_a_stated_yarn_attention_factor_multiplies_the_usual_one(gguf_file: Writ
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"architecture": "mamba"}, UnsupportedModelError, "'mamba' is not supported; supported are gemma3, llama"),
+        (
+            {"architecture": "mamba"},
+            UnsupportedModelError,
+            "'mamba' is not supported; supported are bert, gemma3, llama,",
+        ),
         ({"metadata": {"embedding_length": 32}}, ModelFormatError, "llama.block_count' is missing"),
         ({"tensors": {"x": np.ones(32, np.float32)}}, ModelFormatError, "token_embd.weight"),
     ],

@@ -149,7 +149,7 @@ def test_ranks_started_with_other_settings_are_refused() -> None:
         require_alike(mine, peer, CPU)
 
 
-def test_ranks_may_differ_in_their_place_and_in_where_files_lie() -> None:
+def test_ranks_may_differ_in_their_place_their_free_memory_and_in_where_files_lie() -> None:
     peer, config = RecordedPeer(), two_ranks()
     require_alike(config, peer, CPU)
     artifact = msgspec.structs.replace(config.model.artifact, root="/another/folder", name="/another/folder")
@@ -158,6 +158,7 @@ def test_ranks_may_differ_in_their_place_and_in_where_files_lie() -> None:
         model=msgspec.structs.replace(config.model, artifact=artifact),
         parallel=msgspec.structs.replace(config.parallel, rank=0),
         show_progress=not config.show_progress,
+        kv_cache_bytes=12_345_678,
     )
     require_alike(elsewhere, peer, CPU)
     require_alike(elsewhere, None, CPU)

@@ -16,7 +16,8 @@ from hardpoint_torch_runtime.plugin_access import create_in_worker
 
 __all__ = ["create_communicator", "require_alike", "smallest"]
 
-_OWN_TO_A_RANK = frozenset({"model", "parallel", "threads", "show_progress"})
+_OWN_TO_A_RANK = frozenset({"model", "parallel", "threads", "show_progress", "kv_cache_bytes"})
+# Launchers that size the cache by free memory see different amounts; ranks go by the least (:func:`smallest`).
 
 
 def create_communicator(
