@@ -127,7 +127,10 @@ def noting(value: Any, note: Callable[[], None]) -> Any:
 
 
 def family(modules: list[ModuleType], interface: str) -> Iterator[type]:
-    """The interface, and every class known now that derives from it or, for a protocol, has all its methods."""
+    """The interface, and every class known now that derives from it or, for a protocol, has all its methods.
+
+    What such a class inherits from others of ``modules`` is watched there.
+    """
     base = getattr(hardpoint.interfaces, interface)
     waiting, seen = [base], {base}
     while waiting:
@@ -139,7 +142,8 @@ def family(modules: list[ModuleType], interface: str) -> Iterator[type]:
     methods = set(methods_of(interface))
     if getattr(base, "_is_protocol", False):
         local = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
-        yield from (owner for owner in local - seen if all(hasattr(owner, name) for name in methods))
+        whole = [owner for owner in local - seen if all(hasattr(owner, name) for name in methods)]
+        yield from {ancestor for owner in whole for ancestor in owner.__mro__ if ancestor in local - seen}
 
 
 def load(file: str) -> ModuleType:
