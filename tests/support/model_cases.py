@@ -10,7 +10,7 @@ from typing import Any
 
 from hardpoint_testing_torch import ParityCase
 
-__all__ = ["CASES"]
+__all__ = ["BAMBA", "CASES", "GRANITE"]
 
 _LLAMA3: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -57,8 +57,8 @@ _DEEPSEEK: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "num_hidden_layers": 3}
-_BAMBA: Mapping[str, Any] = {**_MIXER, "attn_layer_indices": [1]}
-_GRANITE: Mapping[str, Any] = {
+BAMBA: Mapping[str, Any] = {**_MIXER, "attn_layer_indices": [1]}
+GRANITE: Mapping[str, Any] = {
     **_MIXER,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_local_experts": 4,
@@ -74,11 +74,11 @@ _ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
 """Rounding may choose another expert, which changes all that follows."""
 
 CASES: tuple[ParityCase, ...] = (
-    ParityCase("BambaForCausalLM", _BAMBA, plugins=_KEEPS_STATES),
+    ParityCase("BambaForCausalLM", BAMBA, plugins=_KEEPS_STATES),
     ParityCase(
         "BambaForCausalLM",
         {
-            **_BAMBA,
+            **BAMBA,
             "attn_layer_indices": [0, 2],
             "mamba_n_heads": 12,
             "mamba_n_groups": 2,
@@ -153,11 +153,11 @@ CASES: tuple[ParityCase, ...] = (
         "one full layer in six, one KV head, capped logits, two rotations",
         limits={"bfloat16": 0.1},
     ),
-    ParityCase("GraniteMoeHybridForCausalLM", _GRANITE, plugins=_KEEPS_STATES, limits=_ROUTED),
+    ParityCase("GraniteMoeHybridForCausalLM", GRANITE, plugins=_KEEPS_STATES, limits=_ROUTED),
     ParityCase(
         "GraniteMoeHybridForCausalLM",
         {
-            **_GRANITE,
+            **GRANITE,
             "num_local_experts": 0,
             "position_embedding_type": "rope",
             "mamba_n_groups": 2,

@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 
+import model_cases
 from hardpoint_attention.reference import ReferenceBackend
 from hardpoint_models.hybrid import create_bamba, create_granite_hybrid
 from hardpoint_testing_torch import ParityHarness, check_parity, make_tiny_model
 from hardpoint_testing_torch.local_driver import ModelFactory
 
 # The oracle pads sequences to whole chunks.
-MIXER: Mapping[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 8, "mamba_chunk_size": 16, "num_hidden_layers": 3}
-BAMBA: Mapping[str, Any] = {**MIXER, "attn_layer_indices": [1]}
-GRANITE: Mapping[str, Any] = {
-    **MIXER,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_local_experts": 4,
-    "shared_intermediate_size": 32,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.3,
-    "logits_scaling": 5.0,
-}
+SMALL_CHUNKS: Mapping[str, Any] = {"mamba_chunk_size": 16}
+BAMBA: Mapping[str, Any] = {**model_cases.BAMBA, **SMALL_CHUNKS}
+GRANITE: Mapping[str, Any] = {**model_cases.GRANITE, **SMALL_CHUNKS}
 RECURRENT: Mapping[str, Any] = {"attn_layer_indices": None, "use_cache": False}
 """Recurrent layers alone, whose cache the oracle cannot handle."""
 
@@ -67,7 +59,7 @@ AWKWARD_GRANITE: Mapping[str, Any] = {
 }
 VARIANTS = [
     pytest.param("BambaForCausalLM", create_bamba, AWKWARD_BAMBA, id="bamba-awkward"),
-    pytest.param("BambaForCausalLM", create_bamba, {**MIXER, **RECURRENT}, id="no-attention-at-all"),
+    pytest.param("BambaForCausalLM", create_bamba, {**BAMBA, **RECURRENT}, id="no-attention-at-all"),
     pytest.param("GraniteMoeHybridForCausalLM", create_granite_hybrid, AWKWARD_GRANITE, id="granite-awkward"),
 ]
 
