@@ -28,7 +28,9 @@ def endless_streams(server: ServerProcess) -> list[Stream]:
     streams = [Stream(server, prompt=f"prompt {index}", max_tokens=ENDLESS) for index in range(6)]
     for stream in streams:
         stream.wait_begun()
-    return [*streams, Stream(server, prompt="long " * 6000, max_tokens=100)]
+    streams.append(Stream(server, prompt="long " * 6000, max_tokens=100))
+    server.wait_inside(len(streams))
+    return streams
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_a_killed_engine_or_worker_is_told_to_everybody(tiny: Path, executor: st
     with serving(tiny, "--executor", *executor.split(), "--max-num-batched-tokens", "64") as server:
         streams = endless_streams(server)
         whole = WholeAnswer(server, max_tokens=ENDLESS)
+        server.wait_inside(len(streams) + 1)
         (process,) = server.named(victim)
         killed_at = time.monotonic()
         process.kill()

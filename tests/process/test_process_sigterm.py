@@ -46,6 +46,7 @@ def test_running_requests_finish_and_new_ones_are_refused(tiny: Path, executor: 
         whole = WholeAnswer(server, prompt=prompts[0], max_tokens=LONG)
         for stream in streams:
             stream.wait_begun()
+        server.wait_inside(len(streams) + 1)
         for process in server.survivors() if whole_group else [server.process]:
             process.terminate()
         assert_refuses_new_requests(server)
@@ -70,6 +71,7 @@ def test_what_outlasts_the_drain_ends_with_one_terminal_event(tiny: Path, execut
         whole = WholeAnswer(server, max_tokens=ENDLESS)
         for stream in streams:
             stream.wait_begun()
+        server.wait_inside(len(streams) + 1)
         begun = time.monotonic()
         server.terminate()
         for stream in streams:

@@ -189,6 +189,15 @@ class ServerProcess:
         nothing_runs = load["running"] == load["waiting"] == 0
         return bool(nothing_runs and load["free_kv_blocks"] == load["total_kv_blocks"] > 0)
 
+    def wait_inside(self, requests: int) -> None:
+        """Until the engine has that many requests: one that a thread is still about to send would not be there yet."""
+
+        def inside() -> bool:
+            load = self.load()
+            return int(load["running"] + load["waiting"]) >= requests
+
+        until(inside, 60, f"{requests} requests are in the engine")
+
     def ended(self, reason: str) -> int:
         """How many requests have ended for ``reason``, from ``/metrics``."""
         text = self.http.get("/metrics").text
