@@ -1,0 +1,164 @@
+"""Compiling the kernels into a cache that processes share. ``python -m hardpoint_cpu.native.build`` does it ahead.
+
+A library lies under a key made of the sources, the flags and the compiler's version, so nothing in the cache is ever
+out of date. It is compiled beside its place and moved there whole: whoever looks sees all of it or nothing. Kernels do
+not link to torch, whose version therefore takes no part in the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardpoint_cpu.host import Host
+from hardpoint_cpu.native.levels import Level, named_level
+
+__all__ = ["KernelBuild", "KernelBuildError", "cache_folder", "find_compiler"]
+
+SOURCES = Path(__file__).parent
+LIBRARY = "libhardpoint_cpu.so"
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    # Sums keep their order, which other parts of -ffast-math would not promise.
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-Wall", "-Wextra"),
+)
+SHOWN_LINES = 12
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels cannot be compiled or loaded; the message says why and what to do."""
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where compiled kernels are kept: ``hardpoint/cpu-kernels`` in the user's cache folder."""
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "hardpoint" / "cpu-kernels"
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
+    """``CXX``, or the first C++ compiler on the path. Raises ``KernelBuildError`` without one."""
+    path = environment.get("PATH", "")
+    wanted = environment.get("CXX")
+    for name in (wanted,) if wanted else ("g++", "c++", "clang++"):
+        found = shutil.which(name, path=path)
+        if found is not None:
+            return found
+    what = f"CXX={wanted!r} is not on the path" if wanted else "there is no C++ compiler (g++, c++ or clang++)"
+    raise KernelBuildError(f"{what}; install g++ (Debian: apt-get install g++) or set CXX")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """The library for ``level``. ``extra_flags`` make another one, such as one with sanitizers."""
+
+    level: Level
+    cache: Path
+    compiler: str
+    extra_flags: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """Where the library lies once it is compiled."""
+        return self.cache / f"{self.level.name}-{self._key()}" / LIBRARY
+
+    def is_ready(self) -> bool:
+        return self.path.exists()
+
+    def compile(self) -> Path:
+        """Compile unless that is done already. Raises ``KernelBuildError`` with the compiler's own words."""
+        path = self.path
+        if path.exists():
+            return path
+        self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=self.cache) as folder:
+            made = Path(folder) / "whole"
+            made.mkdir(mode=0o700)
+            self._compile_into(made)
+            try:
+                made.rename(path.parent)
+            except OSError:
+                # Somebody else was faster, and theirs is the same.
+                if not path.exists():
+                    raise
+        return path
+
+    def check_owner(self) -> None:
+        """Raise ``KernelBuildError`` when others could have put their code where the library lies."""
+        for place in (self.path, self.path.parent, self.cache):
+            facts = place.stat()
+            if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise KernelBuildError(
+                    f"{place} can be written by other users, so the kernels in it are not loaded; make it yours alone "
+                    f"(chmod go-w {place}) or set XDG_CACHE_HOME to a folder that is"
+                )
+
+    def _flags(self) -> tuple[str, ...]:
+        return (*FLAGS, *self.level.flags, f'-DHP_ISA="{self.level.name}"', *self.extra_flags)
+
+    def _key(self) -> str:
+        digest = hashlib.sha256()
+        for part in (platform.machine(), _version(self.compiler), *self._flags()):
+            digest.update(part.encode() + b"\0")
+        for source in _sources():
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        return digest.hexdigest()[:24]
+
+    def _compile_into(self, folder: Path) -> None:
+        units = [source for source in _sources() if source.suffix == ".cpp"]
+        objects = [folder / f"{unit.stem}.o" for unit in units]
+
+        def compile_unit(pair: tuple[Path, Path]) -> None:
+            unit, target = pair
+            _run([self.compiler, *self._flags(), "-c", str(unit), "-o", str(target)])
+
+        with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(compile_unit, zip(units, objects, strict=True)))
+        _run([self.compiler, *self._flags(), "-shared", *map(str, objects), "-o", str(folder / LIBRARY)])
+        for part in objects:
+            part.unlink()
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"]).partition("\n")[0]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise KernelBuildError(f"{command[0]} cannot be run: {error}; set CXX to a C++ compiler") from error
+    if done.returncode != 0:
+        said = "\n".join(done.stderr.strip().splitlines()[:SHOWN_LINES])
+        raise KernelBuildError(f"{' '.join(command)} failed with status {done.returncode}:\n{said}")
+    return done.stdout
+
+
+def main() -> int:
+    """Compile for this processor; 0 also where that cannot be done, since everything works without."""
+    level = named_level("auto", platform.machine(), Host().cpu_flags())
+    try:
+        path = KernelBuild(level, cache_folder(), find_compiler()).compile()
+    except KernelBuildError as error:
+        print(f"CPU kernels are not compiled, plain torch will be used instead, several times slower: {error}")
+        return 0
+    print(f"CPU kernels for {level.name}: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

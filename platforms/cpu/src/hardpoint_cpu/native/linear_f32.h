@@ -1,0 +1,13 @@
+#pragma once
+
+#include <memory>
+
+#include "common.h"
+
+namespace hp {
+
+// weight [outputs, inputs] with rows `stride` apart, bias [outputs] or null; both are copied.
+std::unique_ptr<Linear> make_linear_f32(const float* weight, std::int64_t stride, const float* bias,
+                                        std::int64_t outputs, std::int64_t inputs);
+
+}  // namespace hp
