@@ -43,7 +43,7 @@ class NativeLibrary:
         return text.decode()
 
     def function(self, name: str, *arguments: Any, returns: Any = ctypes.c_int) -> Any:
-        """The exported function ``name``, declared. Those that return a status are to be called within :meth:`check`."""
+        """The exported function ``name``, declared. A status it returns goes to :meth:`check`."""
         if name not in self._functions:
             found = getattr(self._library, name)
             found.argtypes, found.restype = arguments, returns
