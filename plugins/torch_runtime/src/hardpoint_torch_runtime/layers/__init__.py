@@ -29,20 +29,36 @@ from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParamete
 from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
 from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
 from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
+from hardpoint_torch_runtime.layers.stored_weights import (
+    NIBBLE_RUN,
+    ChannelInt8Weight,
+    DenseWeight,
+    GGUFPart,
+    GGUFWeight,
+    GroupedInt4Weight,
+    StoredLinearMethod,
+    StoredWeight,
+)
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = [
     "ACTIVATIONS",
+    "NIBBLE_RUN",
     "Activation",
     "AttentionLayer",
     "CausalConv",
+    "ChannelInt8Weight",
     "ColumnParallelLinear",
+    "DenseWeight",
     "EmbeddingTable",
     "ExpertMLP",
     "ExpertRouter",
+    "GGUFPart",
+    "GGUFWeight",
     "GatedRMSNorm",
     "GeluTanhAndMul",
+    "GroupedInt4Weight",
     "LMHead",
     "LatentAttention",
     "LatentSizes",
@@ -72,6 +88,8 @@ __all__ = [
     "SiluAndMul",
     "StateMetadata",
     "StateMetadataBuilder",
+    "StoredLinearMethod",
+    "StoredWeight",
     "TensorParallel",
     "UncompiledLayer",
     "UnquantizedLinearMethod",
