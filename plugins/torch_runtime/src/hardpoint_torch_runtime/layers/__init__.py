@@ -16,6 +16,9 @@ from hardpoint_torch_runtime.layers.linear import (
 from hardpoint_torch_runtime.layers.linear_method import (
     PackedLinearMethod,
     PlacingLinearMethod,
+    StreamingLinearMethod,
+    TableLinearMethod,
+    TableQuantization,
     UnquantizedLinearMethod,
 )
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, LatentUpProjection
@@ -90,6 +93,9 @@ __all__ = [
     "StateMetadataBuilder",
     "StoredLinearMethod",
     "StoredWeight",
+    "StreamingLinearMethod",
+    "TableLinearMethod",
+    "TableQuantization",
     "TensorParallel",
     "UncompiledLayer",
     "UnquantizedLinearMethod",

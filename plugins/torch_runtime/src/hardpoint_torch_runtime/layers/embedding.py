@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from hardpoint.interfaces.quantization import LinearMethod, LinearShape
 from hardpoint_torch_runtime.layers.linear import LinearFactory, OutputPart, ParallelLinear
+from hardpoint_torch_runtime.layers.linear_method import TableLinearMethod
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.layers.stored_weights import DenseWeight, StoredLinearMethod, StoredWeight
 from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["EmbeddingTable", "LMHead", "VocabEmbedding"]
@@ -23,11 +26,15 @@ def _vocab_part(vocab_size: int, parallel: TensorParallel) -> OutputPart:
 
 
 class VocabEmbedding(torch.nn.Module):
-    """int64 [T] to [T, C]. ``weight`` is [share of V, C]; ids outside [0, V) are the caller's fault."""
+    """int64 [T] to [T, C]; ids outside [0, V) are the caller's fault.
+
+    ``weight`` is [share of V, C]. With a ``method`` (a :class:`TableLinearMethod`) it is whatever that keeps instead,
+    and a tied head applies the method to this module.
+    """
 
     def __init__(
         self, name: str, vocab_size: int, hidden_size: int, parallel: TensorParallel, dtype: torch.dtype,
-        device: torch.device, kernels: Kernels | None = None,
+        device: torch.device, kernels: Kernels | None = None, method: LinearMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._kernel = (kernels or Kernels()).embedding
@@ -35,23 +42,44 @@ class VocabEmbedding(torch.nn.Module):
         self.vocab_size = vocab_size
         self.parallel = parallel
         self._part = _vocab_part(vocab_size, parallel)
-        rows = -(-vocab_size // parallel.size)
-        self.weight = torch.nn.Parameter(
-            torch.zeros(rows, hidden_size, dtype=dtype, device=device), requires_grad=False
-        )
+        self.shape = LinearShape(hidden_size, (-(-vocab_size // parallel.size),), str(dtype).removeprefix("torch."))
+        self.weight: torch.nn.Parameter
+        self.method = method
+        if method is not None:
+            method.create_weights(self, self.shape)
+            return
+        empty = torch.zeros(self.shape.output_size, hidden_size, dtype=dtype, device=device)
+        self.weight = torch.nn.Parameter(empty, requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return self._kernel(token_ids, self.weight)
+            return self._look_up(token_ids)
         local = token_ids - self._part.start
         foreign = (local < 0) | (local >= self._part.length)
-        embedded = self._kernel(local.masked_fill(foreign, 0), self.weight)
+        embedded = self._look_up(local.masked_fill(foreign, 0))
         return self.parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        method: object = self.method
+        if isinstance(method, TableLinearMethod):
+            return method.look_up(self, rows)
+        return self._kernel(rows, self.weight)
+
+    def finish_loading(self) -> None:
+        """Called once all tensors are in."""
+        if self.method is not None:
+            self.method.process_after_loading(self)
+
+    def stored(self) -> StoredWeight | None:
+        """What is kept, for a kernel of a tied head; None where the method does not tell."""
+        if self.method is None:
+            return DenseWeight(self.weight)
+        return self.method.stored(self) if isinstance(self.method, StoredLinearMethod) else None
 
     def place(self, parameter: str, shard: str | None) -> Placement:
         if parameter != "weight" or shard is not None:
             raise KeyError(f"embedding {self.name!r} has only a whole 'weight', not {parameter!r} / {shard!r}")
-        shape = (self.vocab_size, self.weight.shape[1])
+        shape = (self.vocab_size, self.shape.input_size)
         return Placement(shape, 0, self._part.start, 0, self._part.length)
 
 
@@ -99,11 +127,22 @@ class LMHead(torch.nn.Module):
             self.projection = _VocabLinear(name, factory, vocab_size, hidden_size, bias=bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.projection is None:
-            logits = self._product(hidden, self._tied[0].weight, None)
-        else:
+        if self.projection is not None:
             logits = self.projection(hidden)
+        elif (method := self._tied[0].method) is not None:
+            logits = method.apply(self._tied[0], hidden, None)
+        else:
+            logits = self._product(hidden, self._tied[0].weight, None)
         return logits if self.parallel.size == 1 else self.parallel.all_gather(logits)[..., : self.vocab_size]
+
+    def stored(self) -> StoredWeight | None:
+        """This rank's rows, tied ones included, for a kernel to work on; None where a method does not tell."""
+        return self._tied[0].stored() if self.projection is None else self.projection.stored()
+
+    def release(self) -> None:
+        """Drop what :meth:`stored` gave, which a kernel has copied. A tied head keeps it: rows are looked up in it."""
+        if self.projection is not None:
+            self.projection.release()
 
 
 class _VocabLinear(ParallelLinear):

@@ -13,9 +13,14 @@ import torch
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
-from hardpoint_torch_runtime.layers.linear_method import PlacingLinearMethod, UnquantizedLinearMethod
+from hardpoint_torch_runtime.layers.linear_method import (
+    PlacingLinearMethod,
+    StreamingLinearMethod,
+    UnquantizedLinearMethod,
+)
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, SegmentedPlacement, place_parts
+from hardpoint_torch_runtime.layers.stored_weights import StoredLinearMethod, StoredWeight
 
 __all__ = [
     "Adapter",
@@ -86,10 +91,20 @@ class ParallelLinear(torch.nn.Module):
         """Called once all tensors are in: the method repacks what it wants to."""
         self.method.process_after_loading(self)
 
+    def stored(self) -> StoredWeight | None:
+        """What the method keeps, for a kernel to work on; None where it does not tell."""
+        return self.method.stored(self) if isinstance(self.method, StoredLinearMethod) else None
+
+    def release(self) -> None:
+        """Drop what :meth:`stored` gave, which a kernel has copied; the layer can compute no more."""
+        if isinstance(self.method, StoredLinearMethod):
+            self.method.release(self)
+
     def place(self, parameter: str, shard: str | None) -> Placement:
         """See ``ShardedModule``. Parameters beyond weight and bias are placed by the linear method."""
         weight = self._place_weight(shard)
-        if isinstance(weight, SegmentedPlacement) and not isinstance(self.method, UnquantizedLinearMethod):
+        takes_apart = isinstance(self.method, UnquantizedLinearMethod | StreamingLinearMethod)
+        if isinstance(weight, SegmentedPlacement) and not takes_apart:
             raise ConfigError(
                 f"layer {self.name!r} has {len(weight.parts)} projections in one stored tensor, whose shares "
                 f"{type(self.method).__name__} cannot take apart; set --tensor-parallel-size 1 or leave it unquantized"

@@ -35,7 +35,8 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class ChannelInt8Weight:
-    """``values`` int8 [O, I] in [-127, 127] and ``scales`` float32 [O], positive: w[o, i] = scales[o] * values[o, i].
+    """``values`` int8 [O, I] in [-127, 127] and ``scales`` float32 [O], not negative:
+    w[o, i] = scales[o] * values[o, i].
 
     ``int8_activations``: the product is meant to be taken over whole numbers. Each row x of the activations is then
     rounded to int8 by itself, half to even, with the scale max |x| / 127 (a row of zeros stays one).

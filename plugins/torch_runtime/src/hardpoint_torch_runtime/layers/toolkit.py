@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from hardpoint_torch_runtime.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from hardpoint_torch_runtime.layers.linear_method import UnquantizedLinearMethod
+from hardpoint_torch_runtime.layers.linear_method import TableQuantization, UnquantizedLinearMethod
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes
 from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
@@ -98,6 +98,10 @@ class LayerToolkit:
         return chosen if chosen is not None else UnquantizedLinearMethod(self.dtype, self.device, self.kernels.linear)
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def linear_factory(self) -> LinearFactory:
         return LinearFactory(self.linear_method, self.parallel, self.dtype, self.device)
 
@@ -139,7 +143,13 @@ class LayerToolkit:
     # Vocabulary.
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> VocabEmbedding:
-        return VocabEmbedding(name, vocab_size, hidden_size, self.parallel, self.dtype, self.device, self.kernels)
+        method, quantization = None, cast("object", self.quantization)
+        if isinstance(quantization, TableQuantization):
+            rows = -(-vocab_size // self.parallel.size)
+            method = quantization.table_method(name, LinearShape(hidden_size, (rows,), self.dtype_name))
+        return VocabEmbedding(
+            name, vocab_size, hidden_size, self.parallel, self.dtype, self.device, self.kernels, method
+        )
 
     def embedding_table(self, name: str, num_rows: int, hidden_size: int) -> EmbeddingTable:
         """A small table (positions, token types) that every rank holds whole."""
@@ -276,7 +286,7 @@ class LayerToolkit:
     def _stored_fields(self, params: AttentionLayerParams) -> dict[str, Any]:
         """What attention specs of all kinds have in common."""
         stored = self.config.kv_cache_dtype
-        storage = kv_storage(str(self.dtype).removeprefix("torch.") if stored == "auto" else stored)
+        storage = kv_storage(self.dtype_name if stored == "auto" else stored)
         return {
             "block_size": self.config.block_size,
             "num_kv_heads": params.num_kv_heads,

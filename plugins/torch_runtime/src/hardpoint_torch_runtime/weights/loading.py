@@ -16,8 +16,9 @@ from tqdm import tqdm
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model import Model
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader, WeightTensor
+from hardpoint_torch_runtime.layers.embedding import VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import ParallelLinear
-from hardpoint_torch_runtime.layers.linear_method import PackedLinearMethod
+from hardpoint_torch_runtime.layers.linear_method import PackedLinearMethod, StreamingLinearMethod
 from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
 from hardpoint_torch_runtime.weights.invented import WeightInventor
 from hardpoint_torch_runtime.weights.report import PartialModel, Problems, WeightReport
@@ -79,7 +80,7 @@ def load_weights(
     )
     problems.raise_if_any(info.artifact)
     for module in _module(model).modules():
-        if isinstance(module, ParallelLinear):
+        if isinstance(module, ParallelLinear | VocabEmbedding):
             module.finish_loading()
     seconds = time.perf_counter() - started
     return WeightReport(progress.num_tensors, progress.num_bytes, seconds, tuple(progress.ignored))
@@ -169,15 +170,25 @@ def _is_elsewhere(model: Model, parameter: str) -> bool:
 
 def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> bool:
     """False, and nothing is copied, where the stored values are no floats but the parameter's are."""
-    method: object = slot.module.method if isinstance(slot.module, ParallelLinear) else None
+    method = _method(slot)
     if tensor.dequantize is not None and isinstance(method, PackedLinearMethod):
         method.load_packed(slot.module, slot.name, placement, tensor)
         return True
     values = as_torch(tensor)
+    if isinstance(method, StreamingLinearMethod):
+        if values.is_floating_point():
+            method.load_dense(slot.module, placement, placement.source(values))
+        return values.is_floating_point()
     if slot.parameter.is_floating_point() and not values.is_floating_point():
         return False
     placement.target(slot.parameter).copy_(placement.source(values))
     return True
+
+
+def _method(slot: _Slot) -> object:
+    """Who takes the stored tensor of a parameter, where that is not simply copied. Biases are the layers' own."""
+    owns = slot.name != "bias" and isinstance(slot.module, ParallelLinear | VocabEmbedding)
+    return slot.module.method if owns else None
 
 
 def as_torch(tensor: WeightTensor) -> torch.Tensor:
