@@ -1,8 +1,9 @@
 """Compiling the kernels into a cache that processes share. ``python -m hardpoint_cpu.native.build`` does it ahead.
 
 A library lies under a key made of the sources, the flags and the compiler's version, so nothing in the cache is ever
-out of date. It is compiled beside its place and moved there whole: whoever looks sees all of it or nothing. Kernels do
-not link to torch, whose version therefore takes no part in the key.
+out of date. It is compiled beside its place and moved there whole: whoever looks sees all of it or nothing. What one
+source compiles to is kept as well, so that a change of one file costs one file. Kernels do not link to torch, whose
+version therefore takes no part in the key.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -23,7 +25,7 @@ from pathlib import Path
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.native.levels import Level, named_level
 
-__all__ = ["KernelBuild", "KernelBuildError", "cache_folder", "find_compiler"]
+__all__ = ["SOURCES", "KernelBuild", "KernelBuildError", "cache_folder", "find_compiler"]
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libhardpoint_cpu.so"
@@ -34,6 +36,7 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 SHOWN_LINES = 12
+_INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 class KernelBuildError(RuntimeError):
@@ -60,12 +63,13 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelBuild:
-    """The library for ``level``. ``extra_flags`` make another one, such as one with sanitizers."""
+    """The library of ``sources`` for ``level``. ``extra_flags`` make another one, such as one with sanitizers."""
 
     level: Level
     cache: Path
     compiler: str
     extra_flags: tuple[str, ...] = ()
+    sources: Path = SOURCES
 
     @property
     def path(self) -> Path:
@@ -81,6 +85,7 @@ class KernelBuild:
         if path.exists():
             return path
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(self.cache)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=self.cache) as folder:
             made = Path(folder) / "whole"
             made.mkdir(mode=0o700)
@@ -96,41 +101,63 @@ class KernelBuild:
     def check_owner(self) -> None:
         """Raise ``KernelBuildError`` when others could have put their code where the library lies."""
         for place in (self.path, self.path.parent, self.cache):
-            facts = place.stat()
-            if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise KernelBuildError(
-                    f"{place} can be written by other users, so the kernels in it are not loaded; make it yours alone "
-                    f"(chmod go-w {place}) or set XDG_CACHE_HOME to a folder that is"
-                )
+            _check_owner(place)
 
     def _flags(self) -> tuple[str, ...]:
         return (*FLAGS, *self.level.flags, f'-DHP_ISA="{self.level.name}"', *self.extra_flags)
 
     def _key(self) -> str:
+        return self._digest(self._files())
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.sources.iterdir() if path.suffix in (".cpp", ".h"))
+
+    def _digest(self, files: Sequence[Path]) -> str:
         digest = hashlib.sha256()
         for part in (platform.machine(), _version(self.compiler), *self._flags()):
             digest.update(part.encode() + b"\0")
-        for source in _sources():
+        for source in files:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         return digest.hexdigest()[:24]
 
     def _compile_into(self, folder: Path) -> None:
-        units = [source for source in _sources() if source.suffix == ".cpp"]
-        objects = [folder / f"{unit.stem}.o" for unit in units]
+        units = [source for source in self._files() if source.suffix == ".cpp"]
+        kept = self.cache / "objects"
+        kept.mkdir(exist_ok=True, mode=0o700)
+        _check_owner(kept)
 
-        def compile_unit(pair: tuple[Path, Path]) -> None:
-            unit, target = pair
-            _run([self.compiler, *self._flags(), "-c", str(unit), "-o", str(target)])
+        def compile_unit(unit: Path) -> Path:
+            target = kept / f"{unit.stem}-{self._digest(_included(unit))}.o"
+            if not target.exists():
+                made = folder / target.name
+                _run([self.compiler, *self._flags(), "-c", str(unit), "-o", str(made)])
+                made.rename(target)
+            return target
 
         with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
-            list(pool.map(compile_unit, zip(units, objects, strict=True)))
+            objects = list(pool.map(compile_unit, units))
         _run([self.compiler, *self._flags(), "-shared", *map(str, objects), "-o", str(folder / LIBRARY)])
-        for part in objects:
-            part.unlink()
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+def _check_owner(place: Path) -> None:
+    facts = place.stat()
+    if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KernelBuildError(
+            f"{place} can be written by other users, so the kernels in it are not used; make it yours alone "
+            f"(chmod go-w {place}) or set XDG_CACHE_HOME to a folder that is"
+        )
+
+
+def _included(unit: Path) -> list[Path]:
+    """``unit`` and the sources that it includes, directly or not."""
+    found, ahead = {unit}, [unit]
+    while ahead:
+        for name in _INCLUDED.findall(ahead.pop().read_text(encoding="utf-8")):
+            path = unit.parent / name
+            if path not in found and path.exists():
+                found.add(path)
+                ahead.append(path)
+    return sorted(found)
 
 
 def _version(compiler: str) -> str:

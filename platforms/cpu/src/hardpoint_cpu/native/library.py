@@ -61,11 +61,13 @@ class NativeLibrary:
         _demand("weight", weight, torch.float32, 2)
         outputs, inputs = weight.shape
         if bias is not None:
-            _demand("bias", bias, torch.float32, 1)
+            _demand("bias", bias, torch.float32, 1, outputs)
         make = self.function("hp_linear_f32", POINTER, INT64, POINTER, INT64, INT64, POINTER)
         handle = POINTER()
         given = None if bias is None else bias.data_ptr()
-        self.check(make(weight.data_ptr(), weight.stride(0), given, outputs, inputs, ctypes.byref(handle)))
+        # Strides of dimensions of size one mean nothing.
+        stride = weight.stride(0) if outputs > 1 else inputs
+        self.check(make(weight.data_ptr(), stride, given, outputs, inputs, ctypes.byref(handle)))
         return NativeLinear(self, handle, outputs, inputs)
 
     def __del__(self) -> None:
@@ -103,7 +105,6 @@ class NativeLinear:
         _demand("out", out, torch.float32, 2, self.outputs)
         if out.shape[0] != x.shape[0]:
             raise ValueError(f"out has {out.shape[0]} rows, x has {x.shape[0]}")
-        # Strides of dimensions of size one mean nothing.
         x_stride = x.stride(0) if x.shape[0] > 1 else self.inputs
         stride = out.stride(0) if out.shape[0] > 1 else self.outputs
         library = self._library

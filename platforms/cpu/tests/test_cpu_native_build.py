@@ -1,0 +1,157 @@
+"""The cache of compiled kernels: its keys, two who compile at once, whom it trusts, and doing without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hardpoint_cpu.native import build
+from hardpoint_cpu.native.build import KernelBuild, KernelBuildError, cache_folder, find_compiler
+from hardpoint_cpu.native.levels import LEVELS, Level
+
+GENERIC = LEVELS[-1]
+WORDS = """
+import sys
+from pathlib import Path
+from hardpoint_cpu.native.build import KernelBuild, find_compiler
+from hardpoint_cpu.native.levels import LEVELS
+made = KernelBuild(LEVELS[-1], Path(sys.argv[1]), find_compiler(), sources=Path(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
+print(made.compile())
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A library of two files, where the kernels' own would take seconds."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "shared.h").write_text("#pragma once\ninline constexpr int kAnswer = 41;\n", encoding="utf-8")
+    (folder / "one.cpp").write_text(
+        '#include "shared.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return kAnswer; }\n',
+        encoding="utf-8",
+    )
+    (folder / "two.cpp").write_text("int unused() { return 2; }\n", encoding="utf-8")
+    return folder
+
+
+def tiny(tmp_path: Path, sources: Path, level: Level = GENERIC, flags: tuple[str, ...] = ()) -> KernelBuild:
+    return KernelBuild(level, tmp_path / "cache", find_compiler(), ("-O0", *flags), sources)
+
+
+def test_what_is_compiled_is_found_again_and_one_file_costs_one_file(tmp_path: Path, sources: Path) -> None:
+    made = tiny(tmp_path, sources)
+    assert not made.is_ready()
+    path = made.compile()
+    assert made.is_ready()
+    assert made.compile() == path
+    assert ctypes.CDLL(str(path)).answer() == 41
+    made.check_owner()
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name]
+    assert not [entry for entry in made.cache.iterdir() if entry.name.startswith(".building")]
+
+    (sources / "shared.h").write_text("#pragma once\ninline constexpr int kAnswer = 42;\n", encoding="utf-8")
+    again = made.compile()
+    assert again != path
+    assert ctypes.CDLL(str(again)).answer() == 42
+    # The other one does not include what changed.
+    objects = sorted(entry.name.partition("-")[0] for entry in (made.cache / "objects").iterdir())
+    assert objects == ["one", "one", "two"]
+
+
+def test_the_key_knows_sources_flags_and_level(tmp_path: Path, sources: Path) -> None:
+    plain = tiny(tmp_path, sources)
+    keys = {plain.path, tiny(tmp_path, sources, flags=("-g",)).path, tiny(tmp_path, sources, LEVELS[4]).path}
+    (sources / "shared.h").write_text("#pragma once\n", encoding="utf-8")
+    keys.add(plain.path)
+    (sources / "three.cpp").write_text("", encoding="utf-8")
+    keys.add(plain.path)
+    (sources / "notes.txt").write_text("not a source", encoding="utf-8")
+    keys.add(plain.path)
+    assert len(keys) == 5
+
+
+def test_two_processes_at_once_get_the_same_whole_library(tmp_path: Path, sources: Path) -> None:
+    command = [sys.executable, "-c", WORDS, str(tmp_path / "cache"), str(sources)]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for one in both:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+    said = [one.communicate("go\n", timeout=100) for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    assert ctypes.CDLL(said[0][0].strip()).answer() == 41
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, sources: Path) -> None:
+    made = tiny(tmp_path, sources)
+    path = made.compile()
+    for place in (path, path.parent, made.cache):
+        mode = place.stat().st_mode
+        place.chmod(mode | 0o022)
+        with pytest.raises(
+            KernelBuildError, match=f"{place} can be written by other users.*chmod go-w.*XDG_CACHE_HOME"
+        ):
+            made.check_owner()
+        place.chmod(mode)
+    made.check_owner()
+    shutil.rmtree(path.parent)
+    (made.cache / "objects").chmod(0o777)
+    with pytest.raises(KernelBuildError, match="objects can be written by other users"):
+        made.compile()
+
+
+def test_the_compilers_own_words_are_shown(tmp_path: Path, sources: Path) -> None:
+    (sources / "two.cpp").write_text("int broken( { return 2; }\n", encoding="utf-8")
+    made = tiny(tmp_path, sources)
+    with pytest.raises(KernelBuildError, match=r"failed with status 1:\n.*two\.cpp:1:\d+: error"):
+        made.compile()
+    assert not made.is_ready()
+    assert not [entry for entry in made.cache.iterdir() if entry.name.startswith((".building", "generic"))]
+
+
+def test_a_compiler_that_cannot_be_run_says_what_to_set(tmp_path: Path, sources: Path) -> None:
+    made = KernelBuild(GENERIC, tmp_path, str(tmp_path / "nothing"), sources=sources)
+    with pytest.raises(KernelBuildError, match="nothing cannot be run: .*set CXX to a C"):
+        made.compile()
+
+
+def test_the_compiler_is_cxx_or_the_first_on_the_path(tmp_path: Path) -> None:
+    for name in ("c++", "clang++"):
+        (tmp_path / name).write_text("#!/bin/sh\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": str(tmp_path)}
+    assert find_compiler(path) == str(tmp_path / "c++")
+    assert find_compiler({**path, "CXX": "clang++"}) == str(tmp_path / "clang++")
+    assert find_compiler({"PATH": "", "CXX": str(tmp_path / "c++")}) == str(tmp_path / "c++")
+    with pytest.raises(KernelBuildError, match=r"CXX='g\+\+-99' is not on the path; install g\+\+"):
+        find_compiler({**path, "CXX": "g++-99"})
+
+
+def test_without_a_compiler_the_message_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(KernelBuildError, match=r"no C\+\+ compiler.*apt-get install g\+\+.*or set CXX"):
+        find_compiler({"PATH": str(tmp_path)})
+    with pytest.raises(KernelBuildError, match="no C"):
+        find_compiler({})
+
+
+def test_building_ahead_never_fails_the_setup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.main() == 0
+    assert "not compiled, plain torch will be used instead" in capsys.readouterr().out
+
+
+def test_the_cache_is_the_users() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/cached"}) == Path("/cached/hardpoint/cpu-kernels")
+    assert cache_folder({}) == Path(os.path.expanduser("~/.cache/hardpoint/cpu-kernels"))
