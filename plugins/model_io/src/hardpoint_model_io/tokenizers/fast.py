@@ -43,12 +43,13 @@ class FastTokenizer(Tokenizer):
         self._backend = backend
         self._facts = facts
         self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        # Built once per tokenizer (R6.72): added tokens spell their own text in every kind of vocabulary.
         added = backend.get_added_tokens_decoder()
-        self._added_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control_texts = frozenset(token.content for token in added.values() if token.special and token.content)
         self._text_tokens = [token for token in added.values() if not token.special]
+        # Begun once per tokenizer (R6.72): added tokens spell their own text in every kind of vocabulary. A token that
+        # was spelled once is looked up from then on, so it grows to the vocabulary's size at most.
+        self._known_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -91,12 +92,15 @@ class FastTokenizer(Tokenizer):
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        if (added := self._added_bytes.get(token_id)) is not None:
-            return added
+        if (known := self._known_bytes.get(token_id)) is not None:
+            return known
         if not 0 <= token_id < 1 << 32:
             return b""
         token = self._backend.id_to_token(token_id)
-        return b"" if token is None else spelled_bytes(token, self._facts.kind)
+        if token is None:
+            return b""
+        spelled = self._known_bytes[token_id] = spelled_bytes(token, self._facts.kind)
+        return spelled
 
     def _visible_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self.token_bytes(token_id)

@@ -88,7 +88,7 @@ class SamplingMetadata:
     logprobs: LogprobRequest | None = None
 
     def __post_init__(self) -> None:
-        if len(self.random_rows) and (self.temperature is None or self.uniforms is None):
+        if not self.all_greedy and (self.temperature is None or self.uniforms is None):
             raise ConfigError(f"{len(self.random_rows)} random rows were given without temperature or without draws")
 
     @property
@@ -97,7 +97,7 @@ class SamplingMetadata:
 
     @property
     def all_greedy(self) -> bool:
-        return len(self.random_rows) == 0
+        return self.random_rows.shape[0] == 0
 
     @property
     def all_random(self) -> bool:

@@ -97,14 +97,14 @@ class Sampler:
         """Draw one token per row of ``logits`` [S, V]; may overwrite them."""
         if metadata.num_rows == 0:
             return SamplerOutput(np.zeros(0, dtype=np.int32), {}, None)
-        best = logits.max(dim=-1)
-        failures = dict.fromkeys(_not_finite(best.values), _BROKEN_LOGITS)
+        greedy, peaks = _best_on_host(logits)
+        failures = dict.fromkeys(_not_finite(peaks), _BROKEN_LOGITS)
         if _is_plain(metadata) and not self._changing:
-            return SamplerOutput(best.indices.cpu().numpy().astype(np.int32), failures, None)
+            return SamplerOutput(greedy, failures, None)
         snapshot = self._snapshot(logits, metadata)
         logits = self._constrain(logits.to(torch.float32), metadata)
         best = logits.max(dim=-1)
-        for row in _not_finite(best.values):
+        for row in _not_finite(best.values.cpu().numpy()):
             failures.setdefault(row, _NOTHING_ALLOWED)
         tokens = best.indices
         if not metadata.all_greedy:
@@ -206,25 +206,37 @@ class Sampler:
 
 
 def _is_plain(metadata: SamplingMetadata) -> bool:
-    """Nothing but an argmax is asked for."""
-    return metadata.all_greedy and not any(
-        part is not None
-        for part in (
-            metadata.allowed,
-            metadata.grammar,
-            metadata.bad_words,
-            metadata.stop_tokens,
-            metadata.logit_bias,
-            metadata.penalties,
-            metadata.logprobs,
-        )
+    """Nothing but an argmax is asked for. Asked in every step, hence spelled out."""
+    return (
+        metadata.all_greedy
+        and metadata.allowed is None
+        and metadata.grammar is None
+        and metadata.bad_words is None
+        and metadata.stop_tokens is None
+        and metadata.logit_bias is None
+        and metadata.penalties is None
+        and metadata.logprobs is None
     )
 
 
-def _not_finite(peaks: torch.Tensor) -> list[int]:
+def _best_on_host(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row of ``logits`` [S, V] the first of its largest tokens, int32 [S], and its logit [S].
+
+    What is in host memory is read where it is, by this thread alone: waking a pool takes longer than the search, and
+    whoever computes at the same time keeps the other cores. A row with NaN has NaN as its largest.
+    """
+    if logits.device.type != "cpu" or logits.dtype is not torch.float32:
+        best = logits.max(dim=-1)
+        return best.indices.cpu().numpy().astype(np.int32), best.values.to(torch.float32).cpu().numpy()
+    rows = logits.numpy()
+    tokens = rows.argmax(axis=1)
+    return tokens.astype(np.int32), rows[np.arange(len(tokens)), tokens]
+
+
+def _not_finite(peaks: np.ndarray) -> list[int]:
     """Rows whose largest logit is no finite number. A maximum over NaN is NaN, so one number per row tells."""
-    finite = torch.isfinite(peaks)
-    return [] if bool(finite.all()) else torch.nonzero(~finite).squeeze(1).tolist()
+    finite = np.isfinite(peaks)
+    return [] if finite.all() else np.flatnonzero(~finite).tolist()
 
 
 def _refuse_undrawn(tokens: torch.Tensor, vocabulary: int, failures: dict[int, str]) -> None:

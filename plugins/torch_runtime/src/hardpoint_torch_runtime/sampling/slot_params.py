@@ -89,6 +89,11 @@ class SlotSampling:
         self._num_logprobs = np.zeros(num_slots, dtype=np.int64)
         self._num_prompt_logprobs = np.zeros(num_slots, dtype=np.int64)
         self._lists: dict[int, _Lists] = {}
+        self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        # Slots with any feature at all, and of them those that owe log-probabilities of their prompt: without them a
+        # step has nothing to look up.
+        self._special: set[int] = set()
+        self._explaining: set[int] = set()
 
     def enter(self, row: NewRow) -> None:
         """Set every field of the slot, so that nothing of an earlier owner survives."""
@@ -98,6 +103,8 @@ class SlotSampling:
             # The prompt's log-probabilities left with the first output; a resumed row does not owe them again.
             features &= ~Feature.PROMPT_LOGPROBS
         self._features[slot] = features
+        _keep_member(self._special, slot, bool(features))
+        _keep_member(self._explaining, slot, bool(features & Feature.PROMPT_LOGPROBS))
         self._temperature[slot] = params.temperature
         self._top_p[slot] = params.top_p
         self._top_k[slot] = min(params.top_k, self._vocab_size)
@@ -114,12 +121,17 @@ class SlotSampling:
 
     def release(self, slots: Int32Array) -> None:
         self._features[slots] = Feature.NONE
-        if self._lists:
-            for slot in slots.tolist():
-                self._lists.pop(slot, None)
+        if not self._special:
+            return
+        for slot in slots.tolist():
+            self._special.discard(slot)
+            self._explaining.discard(slot)
+            self._lists.pop(slot, None)
 
     def features(self, slots: Int32Array) -> Feature:
         """Union over the given slots."""
+        if not self._special:
+            return Feature.NONE
         return Feature(int(np.bitwise_or.reduce(self._features[slots]))) if len(slots) else Feature.NONE
 
     def needs_tokens(self, slots: Int32Array) -> bool:
@@ -128,6 +140,8 @@ class SlotSampling:
 
     def prompt_logprob_counts(self, slots: Int32Array) -> tuple[np.ndarray, np.ndarray]:
         """Positions in ``slots`` that asked for prompt log-probabilities, and how many alternatives each wants."""
+        if not self._explaining:
+            return _NOBODY, _NOBODY
         rows = self._rows_with(slots, Feature.PROMPT_LOGPROBS)
         return rows, self._num_prompt_logprobs[slots[rows]]
 
@@ -147,7 +161,7 @@ class SlotSampling:
         """
         used = self.features(slots)
         if used is Feature.NONE and grammar is None:
-            return SamplingMetadata(slots, self._tensor(np.zeros(0, dtype=np.int64)))
+            return SamplingMetadata(slots, self._no_rows)
         lengths: Int32Array = state.num_tokens[slots] if num_ahead is None else state.num_tokens[slots] + num_ahead
         random_rows = self._rows_with(slots, Feature.RANDOM)
         random_slots = slots[random_rows]
@@ -259,7 +273,15 @@ class SlotSampling:
         return LogprobRequest(rows, self._num_logprobs[slots[rows]])
 
 
+_NOBODY = np.zeros(0, dtype=np.int64)
 _LISTS = Feature.ALLOWED | Feature.BAD_WORDS | Feature.MIN_TOKENS | Feature.BIAS
+
+
+def _keep_member(members: set[int], slot: int, belongs: bool) -> None:
+    if belongs:
+        members.add(slot)
+    else:
+        members.discard(slot)
 
 
 def _features_of(params: SamplingParams) -> Feature:
