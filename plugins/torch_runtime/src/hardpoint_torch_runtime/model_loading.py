@@ -15,7 +15,7 @@ from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.layers import LayerToolkit, LoadingObserver
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
@@ -69,6 +69,9 @@ def load_model(
     model = _create_model(plugins, config, toolkit)
     loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))
     report = load_weights(model, loader, config.model, show_progress=config.show_progress, rank=config.parallel.rank)
+    observer: object = quantization
+    if isinstance(observer, LoadingObserver):
+        observer.loading_ended()
     if isinstance(model, torch.nn.Module):
         model.eval().requires_grad_(False)
     return LoadedModel(model, toolkit, report)

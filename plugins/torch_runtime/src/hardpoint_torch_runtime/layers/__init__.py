@@ -14,6 +14,7 @@ from hardpoint_torch_runtime.layers.linear import (
     RowParallelLinear,
 )
 from hardpoint_torch_runtime.layers.linear_method import (
+    LoadingObserver,
     PackedLinearMethod,
     PlacingLinearMethod,
     StreamingLinearMethod,
@@ -69,6 +70,7 @@ __all__ = [
     "LayerNorm",
     "LayerToolkit",
     "LinearFactory",
+    "LoadingObserver",
     "MambaMixer",
     "MambaSizes",
     "MergedColumnParallelLinear",

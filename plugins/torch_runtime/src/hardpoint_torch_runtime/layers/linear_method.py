@@ -14,6 +14,7 @@ from hardpoint_torch_runtime.layers.stored_weights import DenseWeight
 from hardpoint_torch_runtime.ops import reference
 
 __all__ = [
+    "LoadingObserver",
     "PackedLinearMethod",
     "PlacingLinearMethod",
     "StreamingLinearMethod",
@@ -92,6 +93,14 @@ class TableQuantization(Protocol):
     def table_method(self, name: str, shape: LinearShape) -> LinearMethod | None:
         """A :class:`TableLinearMethod` for the embedding ``name``: ``shape`` has the hidden size as its input and this
         rank's share of the vocabulary as its output. None leaves it dense."""
+
+
+@runtime_checkable
+class LoadingObserver(Protocol):
+    """What a quantization method adds when it has something to say once all layers of a model are loaded."""
+
+    def loading_ended(self) -> None:
+        """Called once by the worker; every layer has been processed."""
 
 
 @runtime_checkable
