@@ -27,6 +27,7 @@ def test_the_story_before_a_result_is_told_when_asked_for(tiny: Path, level: str
     assert ("hardpoint.launch: plugin platform:cpu" in done.err) is told
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_the_model_are_refused(hardpoint: CommandLine, tiny: Path) -> None:
     """The model's two key/value heads and four query heads have no third."""
     done = hardpoint("generate", tiny, "--prompt", "hello", "--tensor-parallel-size", 3)

@@ -33,7 +33,7 @@ def assert_refuses_new_requests(server: ServerProcess) -> None:
     [
         ("uniproc", False),
         pytest.param("multiproc", False, marks=pytest.mark.slow),
-        ("multiproc", True),
+        pytest.param("multiproc", True, marks=pytest.mark.slow),
         pytest.param("multiproc --async-scheduling", True, marks=pytest.mark.slow),
     ],
 )

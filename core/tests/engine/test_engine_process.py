@@ -215,6 +215,7 @@ async def test_a_failing_step_ends_all_requests_and_the_engine(start: Start) -> 
         assert await asyncio.to_thread(llm.client.child.wait, 5.0) == 1
 
 
+@pytest.mark.slow
 async def test_a_stopped_engine_is_first_not_ready_then_not_alive(start: Start) -> None:
     async with start(stall_after_s=4.5) as llm:
         os.kill(llm.client.child.pid, signal.SIGSTOP)
@@ -409,6 +410,7 @@ async def test_the_tokenizer_loads_beside_the_event_loop(
     assert threads[0] is not threading.main_thread()
 
 
+@pytest.mark.slow
 async def test_a_broken_connection_ends_in_an_orderly_shutdown_all_the_same(start: Start) -> None:
     async def broken() -> None:
         raise zmq.ZMQError(zmq.ETERM)

@@ -407,6 +407,7 @@ def test_windows_of_any_length_are_seen(window: int) -> None:
     assert "hardpoint.conformance.v1: kv_cache_spec.NAME" in told
 
 
+@pytest.mark.slow
 def test_a_long_window_is_held_to_what_it_says() -> None:
     """R3.12, R1.35."""
     assert run_suite(windowed(LongWindowManager), only=f"{SKIPPED} or {BOUND}").failed == {}

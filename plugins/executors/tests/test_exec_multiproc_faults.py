@@ -220,6 +220,7 @@ def test_each_process_reports_what_it_loaded(start: Start) -> None:
     assert os.getpid() not in executor.pids
 
 
+@pytest.mark.slow
 def test_reports_tell_the_present_and_not_the_start(start: Start) -> None:
     """R12.16: each call asks the worker processes anew; a worker that does not answer is named."""
     executor = start(2, Fault("check_health", "hang", ranks=(1,)))
