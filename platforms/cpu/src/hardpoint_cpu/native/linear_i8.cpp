@@ -1,0 +1,174 @@
+// Eight-bit weights and activations (linear_i8.h), in panels of kPanel outputs as linear_i8_lanes.h lays them out.
+#include "linear_i8.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "api.h"
+#include "linear_i8_lanes.h"
+#include "linear_i8_rows.h"
+
+namespace hp {
+namespace {
+
+using i8::kPanel;
+using i8::Lanes;
+using Sums = Lanes::Sum[Lanes::kVectors];
+
+constexpr std::int64_t kVectorBytes = vf::W * Lanes::kGroup;
+// Groups that a step of the inner loop takes where single rows need several chains of additions to keep it busy.
+constexpr std::int64_t kMostChains = 4;
+constexpr std::int64_t kInputStep = Lanes::kGroup * kMostChains;
+// Activations that one chunk reads over and over, so that they stay in a core's second-level cache.
+constexpr std::int64_t kRowBytes = vf::W == 16 ? 1 << 20 : 256 << 10;
+constexpr std::int64_t kChunksPerThread = 8;
+
+// sums[r][j] of R rows with one panel, from the rows' starts.
+template <int R>
+void multiply(const i8::Rows& rows, std::int64_t first_row, const std::uint8_t* panel,
+              Lanes::Sum (&sums)[R][Lanes::kVectors]) {
+  constexpr int kChains = R * Lanes::kVectors >= 8 ? 1 : R * Lanes::kVectors >= 4 ? 2 : kMostChains;
+  Lanes::Sum chains[kChains][R][Lanes::kVectors];
+  for (int c = 0; c < kChains; ++c)
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < Lanes::kVectors; ++j) chains[c][r][j] = Lanes::start(c == 0 ? rows.starts[first_row + r] : 0);
+  const Lanes::Input* x = rows.values + first_row * rows.stride;
+  for (std::int64_t k = 0; k < rows.stride; k += kChains * Lanes::kGroup) {
+    for (int c = 0; c < kChains; ++c, panel += Lanes::kVectors * kVectorBytes) {
+      Lanes::Weights w[Lanes::kVectors];
+      for (int j = 0; j < Lanes::kVectors; ++j) w[j] = Lanes::load(panel + j * kVectorBytes);
+      for (int r = 0; r < R; ++r) {
+        const Lanes::Weights spread = Lanes::spread(x + r * rows.stride + k + c * Lanes::kGroup);
+        for (int j = 0; j < Lanes::kVectors; ++j) chains[c][r][j] = Lanes::dot(chains[c][r][j], w[j], spread);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < Lanes::kVectors; ++j) {
+      sums[r][j] = chains[0][r][j];
+      for (int c = 1; c < kChains; ++c) sums[r][j] = Lanes::add(sums[r][j], chains[c][r][j]);
+    }
+}
+
+struct Output {
+  float* y;
+  std::int64_t stride;
+  Into into;
+};
+
+class LinearI8 final : public Linear {
+ public:
+  LinearI8(const std::int8_t* values, std::int64_t stride, const float* scales, const float* bias,
+           std::int64_t outputs, std::int64_t inputs)
+      : Linear(outputs, inputs), padded_(round_up(inputs, kInputStep)), panels_(ceil_div(outputs, kPanel)),
+        weights_(panels_ * kPanel * padded_), scales_(panels_ * kPanel), bias_(panels_ * kPanel) {
+    std::memset(weights_.data(), i8::kWeightOffset, weights_.size());
+    for (std::int64_t n = 0; n < panels_ * kPanel; ++n) {
+      scales_[n] = n < outputs ? scales[n] : 0.0f;
+      bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
+      if (n < outputs) pack(values + n * stride, n);
+    }
+  }
+
+  void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
+           Pool& pool, Arena& arena) const override {
+    const Arena::Scope scope(arena);
+    const i8::Rows quantized = i8::quantize(x, x_stride, rows, inputs, padded_, rows, pool, arena);
+    const Output out{y, y_stride, into};
+    const std::int64_t wanted = kChunksPerThread * pool.size();
+    const std::int64_t width = std::max<std::int64_t>(1, panels_ / wanted), columns = ceil_div(panels_, width);
+    const std::int64_t fitting = std::max<std::int64_t>(1, kRowBytes / (padded_ * std::int64_t{sizeof(Lanes::Input)}));
+    const std::int64_t height = std::min(rows, fitting);
+    pool.run(columns * ceil_div(rows, height), [&](std::int64_t chunk, int) {
+      const std::int64_t panel = chunk % columns * width, row = chunk / columns * height;
+      for (std::int64_t p = panel; p < std::min(panel + width, panels_); ++p)
+        blocks(quantized, row, std::min(row + height, rows), p, out);
+    });
+  }
+
+  std::int64_t bytes() const override {
+    return weights_.size() + (scales_.size() + bias_.size()) * std::int64_t{sizeof(float)};
+  }
+  bool is_batch_invariant() const override { return true; }
+
+ private:
+  const std::uint8_t* panel(std::int64_t p) const { return weights_.data() + p * kPanel * padded_; }
+
+  void pack(const std::int8_t* row, std::int64_t n) {
+    std::uint8_t* target = weights_.data() + n / kPanel * kPanel * padded_ + n % kPanel * Lanes::kGroup;
+    for (std::int64_t k = 0; k < inputs; ++k)
+      target[k / Lanes::kGroup * Lanes::kVectors * kVectorBytes + k % Lanes::kGroup] =
+          static_cast<std::uint8_t>(row[k] + i8::kWeightOffset);
+  }
+
+  // Rows in blocks of nearly equal height, so that the last one is not a lonely row.
+  void blocks(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const Output& out) const {
+    for (std::int64_t left = ceil_div(last - first, Lanes::kRows); left > 0; --left) {
+      const std::int64_t height = ceil_div(last - first, left);
+      block<Lanes::kRows>(height, rows, first, p, out);
+      first += height;
+    }
+  }
+
+  template <int R>
+  void block(std::int64_t height, const i8::Rows& rows, std::int64_t first, std::int64_t p, const Output& out) const {
+    if constexpr (R > 1) {
+      if (height < R) return block<R - 1>(height, rows, first, p, out);
+    }
+    Lanes::Sum sums[R][Lanes::kVectors];
+    multiply<R>(rows, first, panel(p), sums);
+    for (int r = 0; r < R; ++r) finish(sums[r], rows.scales[first + r], p, first + r, out);
+  }
+
+  void finish(const Sums& sums, float row_scale, std::int64_t p, std::int64_t row, const Output& out) const {
+    const std::int64_t first = p * kPanel;
+    float* target = out.y + row * out.stride + first;
+    vf line[Lanes::kVectors];
+    for (int j = 0; j < Lanes::kVectors; ++j) {
+      const vf scale = vf::set(row_scale) * vf::load(scales_.data() + first + j * vf::W);
+      line[j] = i8::apart(Lanes::floats(sums[j]) * scale) + vf::load(bias_.data() + first + j * vf::W);
+    }
+    if (first + kPanel <= outputs) {
+      for (int j = 0; j < Lanes::kVectors; ++j) put(line[j], target + j * vf::W, out.into);
+      return;
+    }
+    alignas(kAlignment) float rest[kPanel];
+    for (int j = 0; j < Lanes::kVectors; ++j) line[j].store(rest + j * vf::W);
+    for (std::int64_t j = 0; j < outputs - first; ++j)
+      target[j] = out.into == Into::kAdd ? target[j] + rest[j] : rest[j];
+  }
+
+  static void put(vf line, float* target, Into into) {
+    (into == Into::kAdd ? vf::load(target) + line : line).store(target);
+  }
+
+  const std::int64_t padded_, panels_;
+  Buffer<std::uint8_t> weights_;
+  Buffer<float> scales_, bias_;
+};
+
+}  // namespace
+
+void check_int8_weights(std::int64_t stride, const float* scales, std::int64_t outputs, std::int64_t inputs) {
+  require(inputs <= kMostInt8Inputs, "a layer of ", inputs, " inputs with eight-bit weights; allowed: at most ",
+          kMostInt8Inputs);
+  require(stride >= inputs, "rows of ", inputs, " weights cannot be ", stride, " apart");
+  for (std::int64_t n = 0; n < outputs; ++n)
+    require(std::isfinite(scales[n]), "the scale of output ", n, " is ", scales[n], ", not a finite number");
+}
+
+std::unique_ptr<Linear> make_linear_i8(const std::int8_t* values, std::int64_t stride, const float* scales,
+                                       const float* bias, std::int64_t outputs, std::int64_t inputs) {
+  check_int8_weights(stride, scales, outputs, inputs);
+  return std::make_unique<LinearI8>(values, stride, scales, bias, outputs, inputs);
+}
+
+}  // namespace hp
+
+HP_EXPORT int hp_linear_i8(const std::int8_t* values, std::int64_t stride, const float* scales, const float* bias,
+                           std::int64_t outputs, std::int64_t inputs, int float_activations, hp::Linear** made) {
+  return hp::guarded([&] {
+    const auto make = float_activations ? hp::make_linear_i8_float : hp::make_linear_i8;
+    *made = make(values, stride, scales, bias, outputs, inputs).release();
+  });
+}
