@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import platform
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +23,8 @@ from hardpoint.interfaces.platform import (
 )
 from hardpoint.interfaces.plugin import PluginContext, ProbeResult, ProbeStatus, plugin
 from hardpoint_cpu.host import Host
+from hardpoint_cpu.kernels import KernelProvider, find_report
+from hardpoint_cpu.native.levels import best_level
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +55,18 @@ class CpuOptions(BaseModel):
     attention_backends: tuple[str, ...] = Field(
         default=("torch_reference",), description="`attention_backend` plugins to choose from, the best first"
     )
+    kernels: Literal["auto", "off"] = Field(
+        default="auto", description="`off`: plain torch instead of compiled kernels, several times slower"
+    )
+    kernel_level: str = Field(
+        default="auto",
+        description="processor level that kernels are compiled for, such as `avx2`; `auto`: the best that runs here",
+    )
+    kernel_build: Literal["background", "wait", "off"] = Field(
+        default="background",
+        description="where no kernels are compiled yet: compile them while plain torch computes (`background`), before "
+        "anything else (`wait`), or do without (`off`)",
+    )
     spin_count: int = Field(default=1000, ge=0, description="polls of an OpenMP thread for work before it sleeps")
 
 
@@ -58,11 +74,17 @@ def probe() -> ProbeResult:
     """A host always has a processor; only an operating system without affinity calls is refused."""
     if not hasattr(os, "sched_getaffinity"):
         return ProbeResult(ProbeStatus.ABSENT, f"no CPU affinity on {sys.platform}; Linux is supported")
-    return ProbeResult(ProbeStatus.AVAILABLE, f"{len(os.sched_getaffinity(0))} logical CPUs")
+    found = find_report(best_level(platform.machine(), Host().cpu_flags()))
+    what = f"{len(os.sched_getaffinity(0))} logical CPUs, kernels for {found.level} {found.state}"
+    return ProbeResult(ProbeStatus.AVAILABLE, what, found.facts())
 
 
 class CpuPlatform(Platform):
-    """One logical device: the host. ``host`` can be fabricated."""
+    """One logical device: the host. ``host`` can be fabricated.
+
+    Attributes:
+        kernels: the compiled kernels of this process, for whoever computes with them.
+    """
 
     kind: ClassVar[PlatformKind] = PlatformKind.CPU
     name: ClassVar[str] = "cpu"
@@ -71,9 +93,18 @@ class CpuPlatform(Platform):
     collective_backend: ClassVar[str] = "gloo"
     extra_environment: ClassVar[Sequence[str]] = (THREADS_VARIABLE, SPIN_VARIABLE, WAIT_VARIABLE)
 
-    def __init__(self, options: CpuOptions | None = None, host: Host | None = None) -> None:
+    def __init__(
+        self, options: CpuOptions | None = None, host: Host | None = None, logger: logging.Logger | None = None
+    ) -> None:
         self.options = options or CpuOptions()
         self.host = host or Host()
+        self.kernels = KernelProvider(
+            self.host,
+            level=self.options.kernel_level,
+            build=self.options.kernel_build,
+            is_enabled=self.options.kernels != "off",
+            logger=logger,
+        )
 
     def describe(self, device: LogicalDevice) -> DeviceDescription:
         del device  # all logical devices are this host
@@ -141,6 +172,7 @@ class CpuPlatform(Platform):
 
         if threads.cores:
             os.sched_setaffinity(0, threads.cores)
+        self.kernels.bind(threads)
         torch.set_num_threads(threads.compute_threads)
         if torch.get_num_interop_threads() != 1:
             try:
@@ -159,6 +191,7 @@ class CpuPlatform(Platform):
             "cpu_quota": self.host.cpu_quota(),
             "memory_limit_bytes": memory.limit,
             "memory_available_bytes": memory.available,
+            **self.kernels.report().facts(),
         }
 
     def _dtype(self, wanted: str | None) -> str:
@@ -204,6 +237,5 @@ def bound_spinning(environment: MutableMapping[str, str], spin_count: int) -> No
 
 @plugin("platform", options=CpuOptions, probe=probe, capabilities={"fallback": True})
 def create(ctx: PluginContext, options: CpuOptions) -> CpuPlatform:
-    del ctx
     bound_spinning(os.environ, options.spin_count)
-    return CpuPlatform(options)
+    return CpuPlatform(options, logger=ctx.logger)

@@ -21,10 +21,7 @@ class Level:
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-_AVX512_FLAGS = (
-    *_AVX2_FLAGS,
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
-)
+_AVX512_FLAGS = (*_AVX2_FLAGS, *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"))
 _VNNI = (*_AVX512, "avx512_vnni")
 _VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
 _AMX = (*_VNNI, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
