@@ -31,6 +31,7 @@ class Selection:
 
     def leave(self, name: str, reason: str) -> None:
         """Note that the layer stays dense."""
+        self._names[name] = None
         self._left[name] = reason
 
     @property

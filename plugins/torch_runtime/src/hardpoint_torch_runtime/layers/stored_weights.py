@@ -53,8 +53,8 @@ class GroupedInt4Weight:
 
     ``values`` uint8 [O, I / 2]: every ``NIBBLE_RUN`` = 32 inputs take 16 bytes, whatever G is; byte j of them has
     input j in its low four bits and input j + 16 in its high ones. ``scales`` (not negative) and ``mins`` are float32
-    [O, I / G]; G is a multiple of 32 and divides I. ``int8_activations``: rows of activations may be rounded to int8
-    like those of ``ChannelInt8Weight``, or in groups.
+    [O, I / G]; G is a multiple of 32 and divides I. ``int8_activations``: activations are rounded as those of
+    ``ChannelInt8Weight`` are, but every 32 inputs of a row by themselves.
     """
 
     values: torch.Tensor

@@ -25,7 +25,7 @@ from hardpoint_torch_runtime.weights.report import PartialModel, Problems, Weigh
 from hardpoint_torch_runtime.weights.rules import RuleBook, WeightPlan
 from hardpoint_torch_runtime.weights.stacks import is_stack, unstack
 
-__all__ = ["as_torch", "load_weights"]
+__all__ = ["as_torch", "load_weights", "shared_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ def as_torch(tensor: WeightTensor) -> torch.Tensor:
     The result of a read-only mapping must not be written to.
     """
     if tensor.dequantize is not None:
-        return _shared(tensor.dequantize()).reshape(tensor.shape)
-    values = _shared(tensor.data)
+        return shared_tensor(tensor.dequantize()).reshape(tensor.shape)
+    values = shared_tensor(tensor.data)
     target: Any = getattr(torch, tensor.dtype, None)
     if not isinstance(target, torch.dtype):
         raise ModelFormatError(
@@ -208,7 +208,8 @@ def as_torch(tensor: WeightTensor) -> torch.Tensor:
     return (values if values.dtype == target else values.view(target)).reshape(tensor.shape)
 
 
-def _shared(array: np.ndarray) -> torch.Tensor:
+def shared_tensor(array: np.ndarray) -> torch.Tensor:
+    """``array`` as a tensor over the same memory, which must not be written to where the array is read-only."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     with warnings.catch_warnings():
