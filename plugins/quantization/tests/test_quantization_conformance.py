@@ -26,6 +26,15 @@ class TestInt8(QuantizationSuite):
     max_bytes_per_weight: ClassVar[float | None] = 1.05
 
 
+class TestInt4(QuantizationSuite):
+    """Random weights are the worst case for groups: nothing in them is alike."""
+
+    plugin: ClassVar[str | None] = "int4"
+    max_relative_error: ClassVar[float] = 0.12
+    max_bytes_per_weight: ClassVar[float | None] = 0.75
+    min_agreement: ClassVar[float] = 0.5
+
+
 class TestGGUF(QuantizationSuite):
     """Files hold what fills blocks on both of two ranks in Q8_0, and the rest as float32."""
 
