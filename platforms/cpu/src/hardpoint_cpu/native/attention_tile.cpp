@@ -1,0 +1,147 @@
+#include "attention_tile.h"
+
+namespace hp {
+namespace {
+
+// Products of R rows with kColumns keys; each is one chain over the head size.
+template <int R>
+void score(const float* queries, const float* keys, std::int64_t head_size, float* logits) {
+  vf sums[R][kVectors];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kVectors; ++j) sums[r][j] = vf::set(0.0f);
+  for (std::int64_t d = 0; d < head_size; ++d) {
+    vf k[kVectors];
+    for (int j = 0; j < kVectors; ++j) k[j] = vf::load(keys + d * kTile + j * vf::W);
+    for (int r = 0; r < R; ++r) {
+      const vf q = vf::set(queries[d * R + r]);
+      for (int j = 0; j < kVectors; ++j) sums[r][j] = fma(q, k[j], sums[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kVectors; ++j) sums[r][j].store(logits + r * kTile + j * vf::W);
+}
+
+// N vectors of the values of keys `range`, weighed for R rows; each entry is one chain over the keys.
+template <int R, int N>
+void weigh(const float* weights, const float* const* values, Range range, std::int64_t column, const Sum* sums) {
+  vf acc[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < N; ++j) acc[r][j] = vf::set(0.0f);
+  for (std::int64_t k = range.begin; k < range.end; ++k) {
+    const float* line = values[k] + column;
+    vf v[N];
+    for (int j = 0; j < N; ++j) v[j] = vf::load(line + j * vf::W);
+    for (int r = 0; r < R; ++r) {
+      const vf w = vf::set(weights[r * kTile + k]);
+      for (int j = 0; j < N; ++j) acc[r][j] = fma(w, v[j], acc[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < N; ++j) acc[r][j].store(sums[r].values + column + j * vf::W);
+}
+
+vf tanh(vf x) {
+  const vf one = vf::set(1.0f);
+  return one - vf::set(2.0f) / (exp(x + x) + one);
+}
+
+// Whole vectors that touch `range`.
+Range widen(Range range) { return {range.begin / vf::W * vf::W, round_up(range.end, vf::W)}; }
+
+void fill(float* line, std::int64_t begin, std::int64_t end, float value) {
+  for (std::int64_t i = begin; i < end; ++i) line[i] = value;
+}
+
+// Caps and biases, and logits of base 2. Not inlined: all paths must run the same instructions.
+__attribute__((noinline)) void adjust(float* line, Range whole, float cap, const float* slope, std::int64_t distance) {
+  alignas(kAlignment) float lanes[vf::W];
+  for (int i = 0; i < vf::W; ++i) lanes[i] = static_cast<float>(i);
+  const vf offsets = vf::load(lanes), base = vf::set(kLog2E);
+  for (std::int64_t i = whole.begin; i < whole.end; i += vf::W) {
+    vf x = vf::load(line + i);
+    if (cap != std::numeric_limits<float>::infinity()) {
+      x = tanh(x / vf::set(cap)) * vf::set(cap) * base;
+    }
+    if (slope != nullptr) {
+      const vf away = vf::set(static_cast<float>(distance - i)) - offsets;
+      x = fma(vf::set(-*slope * kLog2E), away, x);
+    }
+    x.store(line + i);
+  }
+}
+
+// Logits [begin, end) of a row to weights, zeros elsewhere in `all`.
+__attribute__((noinline)) void soften(float* line, Range seen, Range all, Sum& sum) {
+  sum.largest = kNothing;
+  sum.weight = 0.0f;
+  if (!seen.empty()) {
+    const Range whole = widen(seen);
+    fill(line, whole.begin, seen.begin, kNothing);
+    fill(line, seen.end, whole.end, kNothing);
+    vf best = vf::load(line + whole.begin);
+    for (std::int64_t i = whole.begin + vf::W; i < whole.end; i += vf::W) best = max(best, vf::load(line + i));
+    sum.largest = largest(best);
+    const vf shift = vf::set(sum.largest);
+    vf total = vf::set(0.0f);
+    for (std::int64_t i = whole.begin; i < whole.end; i += vf::W) {
+      const vf weight = exp2_below(vf::load(line + i) - shift);
+      total = total + weight;
+      weight.store(line + i);
+    }
+    sum.weight = hp::sum(total);
+  }
+  fill(line, all.begin, std::min(seen.begin, all.end), 0.0f);
+  fill(line, std::max(seen.end, all.begin), all.end, 0.0f);
+}
+
+template <int R>
+void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums) {
+  Range all{kTile, 0};
+  for (int r = 0; r < R; ++r) {
+    if (block.seen[r].empty()) continue;
+    all.begin = std::min(all.begin, block.seen[r].begin);
+    all.end = std::max(all.end, block.seen[r].end);
+  }
+  for (std::int64_t k = all.begin / kColumns * kColumns; k < all.end; k += kColumns)
+    score<R>(block.queries, tile.keys + k, tile.head_size, block.logits + k);
+  for (int r = 0; r < R; ++r) {
+    float* line = block.logits + r * kTile;
+    const bool is_plain = logits.cap == std::numeric_limits<float>::infinity() && block.slopes[r] == nullptr;
+    if (!is_plain && !block.seen[r].empty())
+      adjust(line, widen(block.seen[r]), logits.cap, block.slopes[r], block.places[r] - tile.position);
+    soften(line, block.seen[r], all, sums[r]);
+  }
+  std::int64_t column = 0;
+  for (; column + kColumns <= tile.padded_size; column += kColumns)
+    weigh<R, kVectors>(block.logits, tile.values, all, column, sums);
+  for (; column < tile.padded_size; column += vf::W) weigh<R, 1>(block.logits, tile.values, all, column, sums);
+}
+
+}  // namespace
+
+void attend(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums) {
+  using Call = void (*)(const TileView&, const RowBlock&, const Logits&, Sum*);
+  static constexpr Call calls[kRowBlock] = {attend_rows<1>, attend_rows<2>, attend_rows<3>,
+                                            attend_rows<4>, attend_rows<5>, attend_rows<6>};
+  calls[block.rows - 1](tile, block, logits, sums);
+}
+
+__attribute__((noinline)) void merge(Sum& total, const Sum& part, std::int64_t padded_size) {
+  if (part.largest == kNothing) return;
+  if (total.largest == kNothing) {
+    total.largest = part.largest;
+    total.weight = part.weight;
+    for (std::int64_t d = 0; d < padded_size; d += vf::W) vf::load(part.values + d).store(total.values + d);
+    return;
+  }
+  const float most = std::max(total.largest, part.largest);
+  const vf keep = exp2_below(vf::set(total.largest - most)), take = exp2_below(vf::set(part.largest - most));
+  for (std::int64_t d = 0; d < padded_size; d += vf::W)
+    fma(take, vf::load(part.values + d), keep * vf::load(total.values + d)).store(total.values + d);
+  alignas(kAlignment) float lanes[vf::W];
+  fma(take, vf::set(part.weight), keep * vf::set(total.weight)).store(lanes);
+  total.largest = most;
+  total.weight = lanes[0];
+}
+
+}  // namespace hp

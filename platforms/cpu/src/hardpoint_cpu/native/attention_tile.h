@@ -1,0 +1,81 @@
+// What happens to one tile of keys: a few query rows against it, and merging what came of it.
+//
+// A query row is one query head of one token. Up to kRowBlock of them go through a tile together, since they share its
+// keys: heads of one KV head, and for prompts tokens next to each other.
+#pragma once
+
+#include <limits>
+
+#include "common.h"
+#include "simd.h"
+
+namespace hp {
+
+inline constexpr std::int64_t kTile = 128;   // keys; positions that are multiples of it begin a tile
+inline constexpr std::int64_t kRowBlock = 6;  // query rows that registers hold at once
+inline constexpr std::int64_t kVectors = vf::W == 16 ? 4 : 2;
+inline constexpr std::int64_t kColumns = kVectors * vf::W;  // keys or value entries that registers hold at once
+inline constexpr float kLog2E = 1.44269504088896341f;
+inline constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the logit of what is not seen
+
+// Keys [begin, end) of a tile.
+struct Range {
+  std::int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// How products become logits, which are of base 2 here.
+struct Logits {
+  float query_scale;  // what queries are multiplied by beforehand
+  float cap;          // natural logits stay below; infinite: queries carry all of the scale
+};
+
+// A running softmax: largest logit, sum of exponentials relative to it, and values weighed likewise [padded head size].
+struct Sum {
+  float largest, weight;
+  float* values;
+};
+
+// One tile as rows see it. `keys` [head size][kTile] holds keys by columns, zeros where nobody looks.
+struct TileView {
+  const float* keys;
+  const float* const* values;  // [kTile]
+  std::int64_t position;       // of the tile's first key
+  std::int64_t head_size, padded_size;
+};
+
+// Rows that go together. `queries` [head size][rows]; `logits` is scratch [rows][kTile].
+struct RowBlock {
+  std::int64_t rows;
+  const float* queries;
+  float* logits;
+  Range seen[kRowBlock];            // of this tile, by row
+  std::int64_t places[kRowBlock];   // positions of the rows' tokens
+  const float* slopes[kRowBlock];   // ALiBi, natural; null: none
+};
+
+// What the rows make of a tile: `sums`, whose values it fills. Rows that see nothing get the logit kNothing.
+void attend(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums);
+
+// `total` with `part` after it.
+void merge(Sum& total, const Sum& part, std::int64_t padded_size);
+
+// Keys by columns: column i of `columns` [head size][kTile] is `rows[i]`, for whole vectors of columns that touch `range`.
+// `rows` [kTile] are valid there, `head_size` long.
+void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, float* columns);
+
+// 2^x for x <= 0 to about two units in the last place; 0 or next to nothing from -126 down.
+inline vf exp2_below(vf x) {
+  const vf clamped = max(x, vf::set(-126.0f));
+  const vf n = round(clamped);
+  const vf r = clamped - n;
+  vf p = vf::set(1.3264726899e-3f);
+  p = fma(p, r, vf::set(9.6715126606e-3f));
+  p = fma(p, r, vf::set(5.5507337442e-2f));
+  p = fma(p, r, vf::set(2.4022242085e-1f));
+  p = fma(p, r, vf::set(6.9314697760e-1f));
+  p = fma(p, r, vf::set(1.0f));
+  return p * exp2_int(n);
+}
+
+}  // namespace hp
