@@ -1,0 +1,108 @@
+// Panels of weights in groups times rows. Every output is one chain of additions in the order of the groups (inputs,
+// where activations are floats), whatever the number of rows and however they are cut into blocks.
+#pragma once
+
+#include "linear_grouped_format.h"
+#include "linear_grouped_rows.h"
+
+namespace hp::grouped {
+
+inline constexpr int kMostRows = vf::W == 16 ? 12 : 4;  // of a block: what fits the registers
+
+inline std::int32_t four_bytes(const std::int8_t* p) {
+  std::int32_t value;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+// One panel as it lies in memory.
+struct Panel {
+  const std::uint8_t* heads;
+  const std::uint8_t* numbers;
+};
+
+// Rows `row`.. of quantized activations times one vector of outputs, added to sums.
+template <class F, int R>
+void multiply_quantized(const Panel& panel, const QuantizedRows& x, std::int64_t row, int half, vf (&sums)[R]) {
+  constexpr int kSteps = 8 / F::kSubs;
+  for (std::int64_t group = 0; group < x.groups; ++group) {
+    const std::uint8_t* head = panel.heads + group / F::kGroups * F::kHead;
+    const std::uint8_t* numbers = panel.numbers + group * F::Numbers::kBytes;
+    const int inner = static_cast<int>(group % F::kGroups);
+    const std::int8_t* values = x.values + (group * x.stride + row) * kGroup;
+    const float* scales = x.scales + group * x.stride + row;
+    unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
+      Dots<F::kBits> dots[R];
+      unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
+        constexpr int kStep = sub * kSteps + step;
+        const vi w = F::Numbers::template step<kStep>(numbers, half);
+        for (int r = 0; r < R; ++r) dots[r].add(w, vi::set(four_bytes(values + r * kGroup + kStep * 4)));
+      });
+      const Scales of = F::scales(head, inner, sub, half);
+      const float* above = F::kSubs == 1 ? x.sums + group * x.stride + row
+                                         : x.half_sums + (2 * group + sub) * x.stride + row;
+      for (int r = 0; r < R; ++r) {
+        sums[r] = fma(to_float(dots[r].whole()), of.scale * vf::set(scales[r]), sums[r]);
+        if constexpr (F::kHasMinimum) sums[r] = fma(of.minimum, vf::set(above[r]), sums[r]);
+      }
+    });
+  }
+}
+
+// Byte `B` of each lane.
+template <int B, bool Signed>
+vf byte_to_float(vi lanes) {
+  if constexpr (Signed) return to_float(down_signed<24>(up<24 - 8 * B>(lanes)));
+  if constexpr (B == 3) return to_float(down<24>(lanes));
+  return to_float(down<8 * B>(lanes) & vi::set(255));
+}
+
+// One group as floats [32][kPanel].
+template <class F>
+void decode_group(const Panel& panel, std::int64_t group, float* target) {
+  constexpr int kSteps = 8 / F::kSubs;
+  const std::uint8_t* head = panel.heads + group / F::kGroups * F::kHead;
+  const std::uint8_t* numbers = panel.numbers + group * F::Numbers::kBytes;
+  for (int half = 0; half < kHalves; ++half)
+    unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
+      const Scales of = F::scales(head, static_cast<int>(group % F::kGroups), sub, half);
+      unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
+        constexpr int kStep = sub * kSteps + step;
+        const vi w = F::Numbers::template step<kStep>(numbers, half);
+        unrolled<4>([&](auto byte) __attribute__((always_inline)) {
+          const vf number = byte_to_float<byte, !F::kHasMinimum>(w);
+          const vf value = F::kHasMinimum ? fma(number, of.scale, of.minimum) : number * of.scale;
+          value.store(target + (kStep * 4 + byte) * kPanel + half * vf::W);
+        });
+      });
+    });
+}
+
+// Rows of floats times `inputs` lines of kPanel decoded weights, added to sums.
+template <int R>
+void multiply_floats(const float* weights, std::int64_t inputs, const float* x, std::int64_t x_stride,
+                     vf (&sums)[R][kHalves]) {
+  for (std::int64_t k = 0; k < inputs; ++k) {
+    vf w[kHalves];
+    for (int half = 0; half < kHalves; ++half) w[half] = vf::load(weights + k * kPanel + half * vf::W);
+    for (int r = 0; r < R; ++r) {
+      const vf a = vf::set(x[r * x_stride + k]);
+      for (int half = 0; half < kHalves; ++half) sums[r][half] = fma(a, w[half], sums[r][half]);
+    }
+  }
+}
+
+// Calls block(row, integral_constant R) so that all rows are covered by blocks of at most `Most` rows.
+template <int Most, class Block>
+void in_row_blocks(std::int64_t rows, Block&& block) {
+  std::int64_t row = 0;
+  for (; row + Most <= rows; row += Most) block(row, std::integral_constant<int, Most>{});
+  if constexpr (Most > 8)
+    for (; row + 8 <= rows; row += 8) block(row, std::integral_constant<int, 8>{});
+  if constexpr (Most > 4)
+    for (; row + 4 <= rows; row += 4) block(row, std::integral_constant<int, 4>{});
+  for (; row + 2 <= rows; row += 2) block(row, std::integral_constant<int, 2>{});
+  for (; row < rows; ++row) block(row, std::integral_constant<int, 1>{});
+}
+
+}  // namespace hp::grouped
