@@ -7,6 +7,7 @@ of the interpreter's lock. Files of kernels have their own module of bindings, w
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ class NativeLibrary:
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
         self.runtime = POINTER()
-        self._destroy = self.function("hp_runtime_destroy", POINTER, returns=None)
+        destroy = self.function("hp_runtime_destroy", POINTER, returns=None)
         create = self.function("hp_runtime_create", ctypes.c_int, POINTER, ctypes.c_int, INT64, POINTER)
         named = (ctypes.c_int * len(cores))(*cores)
         self.check(create(threads, named, len(cores), spins, ctypes.byref(self.runtime)))
+        _freed_with(self, destroy, self.runtime)
 
     @property
     def isa(self) -> str:
@@ -58,22 +60,27 @@ class NativeLibrary:
 
     def linear_f32(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
         """Packed copy of ``weight`` float32 [O, I], rows contiguous, and ``bias`` float32 [O]."""
-        _demand("weight", weight, torch.float32, 2)
+        return self._dense("hp_linear_f32", weight, torch.float32, bias)
+
+    def linear_bf16(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        """The same for ``weight`` bfloat16 [O, I], which stays bfloat16 and is widened in registers.
+
+        Results are those of :meth:`linear_f32` of the widened weight, bit for bit.
+        """
+        return self._dense("hp_linear_bf16", weight, torch.bfloat16, bias)
+
+    def _dense(self, name: str, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> NativeLinear:
+        _demand("weight", weight, dtype, 2)
         outputs, inputs = weight.shape
         if bias is not None:
             _demand("bias", bias, torch.float32, 1, outputs)
-        make = self.function("hp_linear_f32", POINTER, INT64, POINTER, INT64, INT64, POINTER)
+        make = self.function(name, POINTER, INT64, POINTER, INT64, INT64, POINTER)
         handle = POINTER()
         given = None if bias is None else bias.data_ptr()
         # Strides of dimensions of size one mean nothing.
         stride = weight.stride(0) if outputs > 1 else inputs
         self.check(make(weight.data_ptr(), stride, given, outputs, inputs, ctypes.byref(handle)))
         return NativeLinear(self, handle, outputs, inputs)
-
-    def __del__(self) -> None:
-        if getattr(self, "runtime", None):
-            self._destroy(self.runtime)
-            self.runtime = POINTER()
 
 
 class NativeLinear:
@@ -86,7 +93,7 @@ class NativeLinear:
         self._run = library.function(
             "hp_linear_run", POINTER, POINTER, POINTER, INT64, INT64, POINTER, INT64, ctypes.c_int
         )
-        self._free = library.function("hp_linear_destroy", POINTER, returns=None)
+        _freed_with(self, library.function("hp_linear_destroy", POINTER, returns=None), handle)
 
     @property
     def num_bytes(self) -> int:
@@ -115,15 +122,15 @@ class NativeLinear:
         )
         return out
 
-    def __del__(self) -> None:
-        if self.handle:
-            self._free(self.handle)
-            self.handle = POINTER()
-
 
 def address(tensor: torch.Tensor | None) -> int | None:
     """Where the tensor's first element lies; None stays a null pointer."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def _freed_with(owner: object, free: Any, handle: ctypes.c_void_p) -> None:
+    """Let ``free`` have ``handle`` when ``owner`` goes; at exit the system does, since threads may still compute."""
+    weakref.finalize(owner, free, handle).atexit = False
 
 
 def _demand(name: str, tensor: torch.Tensor, dtype: torch.dtype, rank: int, last: int | None = None) -> None:

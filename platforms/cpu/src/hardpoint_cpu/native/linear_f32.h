@@ -10,4 +10,8 @@ namespace hp {
 std::unique_ptr<Linear> make_linear_f32(const float* weight, std::int64_t stride, const float* bias,
                                         std::int64_t outputs, std::int64_t inputs);
 
+// The same of bfloat16, kept as such: half the memory, and the bits that the weights widened to float32 would give.
+std::unique_ptr<Linear> make_linear_bf16(const std::uint16_t* weight, std::int64_t stride, const float* bias,
+                                         std::int64_t outputs, std::int64_t inputs);
+
 }  // namespace hp
