@@ -34,11 +34,15 @@ class StagedBuffer:
             staging = torch.zeros(shape, dtype=dtype, pin_memory=True)
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._staging = staging
+        self._view = self.tensor[:0]
+        self._length = 0
         self.host: np.ndarray[Any, np.dtype[Any]] = staging.numpy()
 
     def upload(self, length: int) -> torch.Tensor:
         """Make the first ``length`` entries visible to the device; returns that slice of :attr:`tensor`."""
-        view = self.tensor[:length]
+        if length != self._length:
+            # Steps of one size follow one another, and making a view takes as long as much of the preparation.
+            self._view, self._length = self.tensor[:length], length
         if self.tensor is not self._staging:
-            view.copy_(self._staging[:length], non_blocking=not self._waits)
-        return view
+            self._view.copy_(self._staging[:length], non_blocking=not self._waits)
+        return self._view

@@ -122,17 +122,17 @@ class InputBuilder:
                 f"step {step.step_id} has {step.num_tokens} tokens, the worker was sized for {self._max_tokens}; "
                 "max_num_batched_tokens must be equal on both sides"
             )
-        order = self._order(step, reorder_threshold)
-        slots, computed = step.slots[order], (step.num_computed_tokens if num_computed is None else num_computed)[order]
-        scheduled, samples = step.num_scheduled_tokens[order], step.samples[order]
+        known = step.num_computed_tokens if num_computed is None else num_computed
+        order, (slots, computed, scheduled, samples) = self._rows(step, known, reorder_threshold)
         num_rows, num_tokens = len(order), step.num_tokens
         padded_tokens, padded_rows = pad_tokens or num_tokens, pad_rows or num_rows
         starts, seq_lens = self._fill_lengths(computed, scheduled, num_tokens, padded_rows)
+        longest = int(seq_lens[:num_rows].max())
         token_slots, positions = self._tokens(slots, computed, scheduled, num_tokens, padded_tokens)
         for group, table in enumerate(self._state.tables):
             self._map_slots(group, table, token_slots, positions, padded_tokens)
-            self._fill_table(group, table, slots, seq_lens[:num_rows], padded_rows)
-        sample_rows = np.flatnonzero(samples)
+            self._fill_table(group, table, slots, longest, padded_rows)
+        sample_rows = samples.nonzero()[0]
         row_drafts = _in_order(step.drafts if drafts is None else drafts, order)
         num_drafts = None if row_drafts is None else row_drafts.counts[sample_rows]
         num_logits = self._index_logits(starts[1:][sample_rows], num_drafts)
@@ -150,8 +150,8 @@ class InputBuilder:
             query_start_loc_cpu=starts[: padded_rows + 1],
             seq_lens=self._seq_lens.upload(padded_rows),
             seq_lens_cpu=seq_lens[:padded_rows],
-            max_query_len=int(scheduled.max()),
-            max_seq_len=int(seq_lens[:num_rows].max()),
+            max_query_len=1 if num_tokens == num_rows else int(scheduled.max()),
+            max_seq_len=longest,
             block_tables=tuple(table.upload(padded_rows) for table in self._block_tables),
             slot_mappings=tuple(mapping.upload(padded_tokens) for mapping in self._slot_mappings),
             sample_rows=sample_rows,
@@ -167,9 +167,10 @@ class InputBuilder:
         starts, seq_lens, num_rows = self._query_start_loc.host, self._seq_lens.host, len(scheduled)
         starts[0] = 0
         np.cumsum(scheduled, out=starts[1 : num_rows + 1])
-        starts[num_rows + 1 : padded_rows + 1] = num_tokens
         np.add(computed, scheduled, out=seq_lens[:num_rows])
-        seq_lens[num_rows:padded_rows] = 0
+        if padded_rows > num_rows:
+            starts[num_rows + 1 : padded_rows + 1] = num_tokens
+            seq_lens[num_rows:padded_rows] = 0
         return starts, seq_lens
 
     def _index_logits(self, ends: np.ndarray, num_drafts: Int32Array | None) -> int:
@@ -199,30 +200,35 @@ class InputBuilder:
         )
         return self._device_tokens.fill(self._token_ids, spans)
 
-    def _order(self, step: SchedulerOutput, threshold: int | None) -> np.ndarray:
-        if threshold is None:
-            return self._arange[: step.num_rows]
-        return np.argsort(step.num_scheduled_tokens > threshold, kind="stable")
+    def _rows(
+        self, step: SchedulerOutput, computed: Int32Array, threshold: int | None
+    ) -> tuple[np.ndarray, tuple[Int32Array, Int32Array, Int32Array, BoolArray]]:
+        """The batch order, int64 [R], and slots, computed and scheduled tokens, and who samples, in it."""
+        slots, scheduled, samples = step.slots, step.num_scheduled_tokens, step.samples
+        if threshold is None or step.num_tokens == step.num_rows:
+            # As they come: all rows decode, or no backend minds.
+            return self._arange[: step.num_rows], (slots, computed, scheduled, samples)
+        order = np.argsort(scheduled > threshold, kind="stable")
+        return order, (slots[order], computed[order], scheduled[order], samples[order])
 
     def _tokens(
         self, slots: Int32Array, computed: Int32Array, scheduled: Int32Array, num_tokens: int, padded: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Fill ids and positions; returns each token's slot and its position, int64 [T]."""
-        ids, positions = self._token_ids.host, self._positions.host
+        """Fill ids and positions; returns each token's slot, int [T], and its position, int64 [T]."""
+        ids, positions = self._token_ids.host, self._positions.host[:num_tokens]
+        token_slots: np.ndarray = slots
         if num_tokens == len(slots):
             # Pure decode, the steady state: one token per row.
-            token_slots = slots.astype(np.int64)
-            positions[:num_tokens] = computed
+            positions[:] = computed
         else:
-            token_slots = np.repeat(slots, scheduled).astype(np.int64)
+            token_slots = np.repeat(slots, scheduled)
             first_token = self._query_start_loc.host[: len(slots)]
-            offsets = np.repeat(computed - first_token, scheduled)
-            np.add(self._arange[:num_tokens], offsets, out=positions[:num_tokens])
-        known = self._state.token_ids
-        ids[:num_tokens] = known.reshape(-1)[token_slots * known.shape[1] + positions[:num_tokens]]
-        ids[num_tokens:padded] = 0
-        positions[num_tokens:padded] = 0
-        return token_slots, positions[:num_tokens]
+            np.add(self._arange[:num_tokens], np.repeat(computed - first_token, scheduled), out=positions)
+        ids[:num_tokens] = self._state.token_ids[token_slots, positions]
+        if padded > num_tokens:
+            ids[num_tokens:padded] = 0
+            self._positions.host[num_tokens:padded] = 0
+        return token_slots, positions
 
     def _map_slots(
         self, group: int, table: BlockTable, token_slots: np.ndarray, positions: np.ndarray, padded: int
@@ -235,21 +241,21 @@ class InputBuilder:
         blocks, offsets = np.divmod(positions, size)
         np.multiply(table.ids[token_slots, blocks], size, out=mapping[:num_tokens], casting="unsafe", dtype=np.int64)
         mapping[:num_tokens] += offsets
-        mapping[num_tokens:padded] = UNWRITTEN_SLOT
+        if padded > num_tokens:
+            mapping[num_tokens:padded] = UNWRITTEN_SLOT
 
-    def _fill_table(
-        self, group: int, table: BlockTable, slots: Int32Array, seq_lens: np.ndarray, padded_rows: int
-    ) -> None:
+    def _fill_table(self, group: int, table: BlockTable, slots: Int32Array, longest: int, padded_rows: int) -> None:
         """Only the columns the longest row reaches are refreshed; nothing may look beyond a row's length."""
         target, ratio = self._block_tables[group].host, self._kernel_blocks[group]
-        columns = min(-(-int(seq_lens.max()) // table.block_size), table.max_blocks)
+        columns = min(-(-longest // table.block_size), table.max_blocks)
         rows = table.ids[slots, :columns]
         if ratio == 1:
             target[: len(slots), :columns] = rows
         else:
             split = rows[:, :, None] * ratio + np.arange(ratio, dtype=np.int32)
             target[: len(slots), : columns * ratio] = split.reshape(len(slots), -1)
-        target[len(slots) : padded_rows] = NULL_BLOCK_ID
+        if padded_rows > len(slots):
+            target[len(slots) : padded_rows] = NULL_BLOCK_ID
 
 
 def _in_order(drafts: TokenUpdate | None, order: np.ndarray) -> TokenUpdate | None:

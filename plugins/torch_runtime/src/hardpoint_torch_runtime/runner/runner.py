@@ -100,7 +100,7 @@ class ModelRunner:
         for extension in self._extensions:
             extension.before_forward(step, batch)
         hidden = self.forwards.run(batch, step, shape)
-        logits = self.model.logits(hidden[batch.logits_indices]) if len(batch.sample_rows) else None
+        logits = self.model.logits(_sampled(hidden, batch)) if len(batch.sample_rows) else None
         if applied.correct is not None:
             applied.correct()
         pooled = PooledRows() if self._pooling is None else self._pooling.collect(hidden, batch)
@@ -138,6 +138,15 @@ class ModelRunner:
             return {}
         found = ((extension.name, extension.finish_step(step)) for extension in self._extensions)
         return {name: payload for name, payload in found if payload is not None}
+
+
+def _sampled(hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """States [P, C] of the places whose logits are wanted, ``hidden`` itself [T', C] where that is all of them.
+
+    Places ascend, so as many as there are tokens are all.
+    """
+    wanted = batch.logits_indices
+    return hidden if wanted.shape[0] == hidden.shape[0] else hidden.index_select(0, wanted)
 
 
 @torch.inference_mode()

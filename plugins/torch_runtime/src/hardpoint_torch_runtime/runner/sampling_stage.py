@@ -86,10 +86,11 @@ class SamplingStage:
         if batch is None or logits is None:
             nothing = np.zeros(0, dtype=np.int32)
             return self._assemble(products, nothing, StepSamples(nothing, nothing, {}), self._refused(products))
-        step_rows = batch.step_rows[batch.sample_rows]
+        step_rows, slots = batch.step_rows, batch.slots
+        if len(batch.sample_rows) < batch.num_rows:
+            step_rows, slots = step_rows[batch.sample_rows], slots[batch.sample_rows]
         layout = None if batch.num_drafts is None else DraftLayout.of(batch.num_drafts)
-        mask = place_mask(grammar, step_rows, products.step.num_rows, layout)
-        rows = _Rows(step_rows, batch.slots[batch.sample_rows], layout, mask)
+        rows = _Rows(step_rows, slots, layout, place_mask(grammar, step_rows, products.step.num_rows, layout))
         if self._device is None:
             return self._answer(products, rows, logits)
         if self._sampler.has_processors or self._state.sampling.needs_tokens(rows.slots):
