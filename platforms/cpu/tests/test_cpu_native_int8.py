@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -9,7 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hardpoint_cpu.host import Host
+from hardpoint_cpu.native.build import KernelBuild, cache_folder, find_compiler
 from hardpoint_cpu.native.int8 import MOST_INPUTS, linear_int8, quantize_rows
+from hardpoint_cpu.native.levels import best_level
 from hardpoint_cpu.native.library import NativeLibrary
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -28,10 +34,10 @@ def make_rows(rows: int, inputs: int, seed: int = 1) -> torch.Tensor:
 
 def expected_bits(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """What the kernels promise, bit for bit: float64 holds the products and their sums exactly."""
-    most = x.abs().amax(1, keepdim=True)
-    quantized = torch.where(most < 2.0**-119, 0, (x * (127 / most)).round())
+    most, steps = x.abs().amax(1, keepdim=True), torch.tensor(127.0)  # a number would be divided by its inverse
+    quantized = torch.where(most < 2.0**-119, 0, (x * (steps / most)).round())
     sums = quantized.double() @ values.double().T
-    factors = torch.where(most < 2.0**-119, 0, most / 127) * scales
+    factors = torch.where(most < 2.0**-119, 0, most / steps) * scales
     return sums.float() * factors + bias
 
 
@@ -182,3 +188,36 @@ def test_weights_that_eight_bits_cannot_hold_are_refused() -> None:
             quantize_rows(wrong)
     with pytest.raises(ValueError, match="not finite"):
         quantize_rows(torch.tensor([[1.0, torch.inf]]))
+
+
+WITHOUT_TILES = """
+import ctypes, struct, sys
+number_is, argument_is = [(0x20, 0, 0, 0), (0x15, 0, 3, 158)], [(0x20, 0, 0, 16), (0x15, 0, 1, 0x1023)]
+refuse, allow = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
+rules = [*number_is, *argument_is, refuse, allow]
+packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(packed)))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+from pathlib import Path
+import torch
+from hardpoint_cpu.native.int8 import linear_int8
+from hardpoint_cpu.native.library import NativeLibrary
+layer = linear_int8(NativeLibrary(Path(sys.argv[1]), threads=2), torch.ones(40, 70, dtype=torch.int8), torch.ones(40))
+x = torch.ones(64, 70)
+sys.exit(not torch.equal(layer(x), layer(x[:1]).expand(64, 40)))
+"""
+
+
+@pytest.mark.slow
+def test_a_system_that_refuses_tiles_is_served_without_them() -> None:
+    """A filter of system calls answers as an old or locked-down kernel does; using tiles then ends the process."""
+    level = best_level(platform.machine(), Host().cpu_flags())
+    if level.name != "amx":
+        pytest.skip("this processor has no tiles")
+    path = KernelBuild(level, cache_folder(), find_compiler()).compile()
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TILES, str(path)], timeout=300, check=False)
+    if done.returncode == 77:
+        pytest.skip("this system allows no filters")
+    assert done.returncode == 0

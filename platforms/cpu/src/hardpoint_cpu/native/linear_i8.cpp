@@ -7,6 +7,7 @@
 #include "api.h"
 #include "linear_i8_lanes.h"
 #include "linear_i8_rows.h"
+#include "linear_i8_tiles.h"
 
 namespace hp {
 namespace {
@@ -18,10 +19,16 @@ using Sums = Lanes::Sum[Lanes::kVectors];
 constexpr std::int64_t kVectorBytes = vf::W * Lanes::kGroup;
 // Groups that a step of the inner loop takes where single rows need several chains of additions to keep it busy.
 constexpr std::int64_t kMostChains = 4;
+#if defined(__AMX_INT8__)
+constexpr std::int64_t kInputStep = i8::kTileInputs;
+constexpr std::int64_t kLeastTileRows = 16;
+#else
 constexpr std::int64_t kInputStep = Lanes::kGroup * kMostChains;
+#endif
 // Activations that one chunk reads over and over, so that they stay in a core's second-level cache.
 constexpr std::int64_t kRowBytes = vf::W == 16 ? 1 << 20 : 256 << 10;
 constexpr std::int64_t kChunksPerThread = 8;
+constexpr std::int64_t kTileRows = 16;
 
 // sums[r][j] of R rows with one panel, from the rows' starts.
 template <int R>
@@ -73,16 +80,19 @@ class LinearI8 final : public Linear {
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
            Pool& pool, Arena& arena) const override {
     const Arena::Scope scope(arena);
-    const i8::Rows quantized = i8::quantize(x, x_stride, rows, inputs, padded_, rows, pool, arena);
+    const bool tiled = uses_tiles(rows);
+    const std::int64_t padded_rows = tiled ? round_up(rows, kTileRows) : rows;
+    const i8::Rows quantized = i8::quantize(x, x_stride, rows, inputs, padded_, padded_rows, pool, arena);
     const Output out{y, y_stride, into};
     const std::int64_t wanted = kChunksPerThread * pool.size();
     const std::int64_t width = std::max<std::int64_t>(1, panels_ / wanted), columns = ceil_div(panels_, width);
     const std::int64_t fitting = std::max<std::int64_t>(1, kRowBytes / (padded_ * std::int64_t{sizeof(Lanes::Input)}));
-    const std::int64_t height = std::min(rows, fitting);
+    const std::int64_t height = std::min(rows, round_up(fitting, 2 * kTileRows));
     pool.run(columns * ceil_div(rows, height), [&](std::int64_t chunk, int) {
       const std::int64_t panel = chunk % columns * width, row = chunk / columns * height;
-      for (std::int64_t p = panel; p < std::min(panel + width, panels_); ++p)
-        blocks(quantized, row, std::min(row + height, rows), p, out);
+      const std::int64_t panels = std::min(width, panels_ - panel), last = std::min(row + height, rows);
+      if (tiled) return tiles(quantized, row, last, panel, panels, out);
+      for (std::int64_t p = panel; p < panel + panels; ++p) blocks(quantized, row, last, p, out);
     });
   }
 
@@ -100,6 +110,37 @@ class LinearI8 final : public Linear {
       target[k / Lanes::kGroup * Lanes::kVectors * kVectorBytes + k % Lanes::kGroup] =
           static_cast<std::uint8_t>(row[k] + i8::kWeightOffset);
   }
+
+#if defined(__AMX_INT8__)
+  static bool uses_tiles(std::int64_t rows) { return rows >= kLeastTileRows && amx::is_allowed(); }
+
+  void tiles(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t panel, std::int64_t panels,
+             const Output& out) const {
+    const amx::Tiles configured;
+    for (std::int64_t p = panel; p < panel + panels; ++p) {
+      std::int64_t row = first;
+      for (; row + kTileRows < last; row += 2 * kTileRows) tile_block<2>(rows, row, last, p, out);
+      if (row < last) tile_block<1>(rows, row, last, p, out);
+    }
+  }
+
+  template <int R>
+  void tile_block(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const Output& out) const {
+    alignas(kAlignment) std::int32_t sums[R * kTileRows * kPanel];
+    i8::multiply_tiles<R>(rows.values + first * rows.stride, rows.stride, panel(p), padded_, sums);
+    const std::int64_t height = std::min(R * kTileRows, last - first);
+    for (std::int64_t r = 0; r < height; ++r) {
+      Sums line;
+      const Lanes::Sum start = Lanes::start(rows.starts[first + r]);
+      for (int j = 0; j < Lanes::kVectors; ++j)
+        line[j] = Lanes::add(Lanes::load_sum(sums + r * kPanel + j * vf::W), start);
+      finish(line, rows.scales[first + r], p, first + r, out);
+    }
+  }
+#else
+  static bool uses_tiles(std::int64_t) { return false; }
+  void tiles(const i8::Rows&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, const Output&) const {}
+#endif
 
   // Rows in blocks of nearly equal height, so that the last one is not a lonely row.
   void blocks(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const Output& out) const {
