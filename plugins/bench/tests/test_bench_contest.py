@@ -18,71 +18,28 @@ from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.model_command import sized
 from hardpoint_bench.model_report import ratios, report_of, table
 from hardpoint_bench.peers import PEERS, ChosenPeer, choose_peers
-from hardpoint_bench.sides import Program
 from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
+from scripted_sides import OUR_FACTS, told_to, write_side
 
 CONFIG = AppConfig.model_validate({"engines": {"tiny": {"model": {"name": "tiny"}}}})
 WORKLOAD = Workload("prefix", "small", 3, 4, 2, 5)
 SETTINGS = {"prompt_len": 6, "shared_prefix": 4, "output_len": 5, "batch": 3, "repeats": 2, "id_seed": 0}
-SCRIPTED = """
-import json
-
-NAME, FACTS, SECONDS, LOG = {arguments}
-
-class Engine:
-    facts = FACTS
-
-    def run(self, prompts, output_len):
-        with open(LOG, "a") as log:
-            log.write(json.dumps([NAME, prompts, output_len]) + "\\n")
-        return {{
-            "seconds": SECONDS,
-            "ttft_s": SECONDS / 4,
-            "decode_tokens_per_s": 8 / SECONDS,
-            "num_output_tokens": len(prompts) * output_len,
-            "num_prompt_tokens": sum(map(len, prompts)),
-            "num_cached_tokens": 0,
-        }}
-
-    def close(self):
-        pass
-
-def load(job, phases):
-    phases.begin("weights")
-    with open(LOG, "a") as log:
-        log.write(json.dumps(["load " + NAME, job]) + "\\n")
-    return Engine()
-"""
-FACTS = {
-    "vocab_size": 40,
-    "max_model_len": 64,
-    "model_path": "/models/tiny",
-    "dtype": "float32",
-    "quantization": None,
-    "threads": 2,
-    "ranks": 1,
-}
+FACTS = OUR_FACTS
 
 
 class Duel:
     """Ours and one peer, both scripted, with a log of what they were told."""
 
     def __init__(self, folder: Path, *, peers: int = 1, **contest: Any) -> None:
-        self.log = folder / "log.jsonl"
         self._folder = folder
         rival = {"version": "1.2", "vocab_size": 30, "max_model_len": None, "precision": "float32", "threads": 2}
-        chosen = [ChosenPeer(self._program("rival", rival, 3.0))][:peers]
-        ours = self._program("hardpoint", FACTS, 1.5)
+        chosen = [ChosenPeer(write_side(folder, "rival", rival, 3.0))][:peers]
+        ours = write_side(folder, "hardpoint", FACTS, 1.5)
         given = {"seed": 0, "threads": None, "workload": WORKLOAD, "tell": lambda text: None, **contest}
         self.contest = Contest(config=CONFIG, peers=chosen, ours=ours, **given)
 
-    def _program(self, name: str, facts: dict[str, Any], seconds: float) -> Program:
-        path = self._folder / f"{name}.py"
-        path.write_text(SCRIPTED.format(arguments=repr((name, facts, seconds, str(self.log)))), encoding="utf-8")
-        return Program(name, path)
-
     def told(self) -> list[list[Any]]:
-        return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
+        return told_to(self._folder)
 
     def runs(self) -> list[tuple[str, list[list[int]]]]:
         return [(line[0], line[1]) for line in self.told() if not line[0].startswith("load ")]
@@ -128,7 +85,10 @@ def test_peers_load_what_we_loaded_as_we_did(duel: Duel) -> None:
     ours, peer = (line[1] for line in duel.told() if line[0].startswith("load "))
     assert AppConfig.model_validate(ours["config"]) == CONFIG
     del peer["started"]
-    assert peer == {"model": "/models/tiny", "dtype": "float32", "threads": 2, "batch": 3, "max_len": 11}
+    assert peer == {
+        "model": "/models/tiny", "dtype": "float32", "threads": 2, "batch": 3, "max_len": 11, "workload": "prefix",
+        "precision": None, "weights": None,
+    }  # fmt: skip
 
 
 def test_the_unmeasured_run_is_in_no_figure(duel: Duel) -> None:
@@ -138,8 +98,11 @@ def test_the_unmeasured_run_is_in_no_figure(duel: Duel) -> None:
 def test_the_report_has_one_form(duel: Duel) -> None:
     report = json.loads(json.dumps(duel.report()))
     assert list(report) == ["workload", "model", "settings", "machine", "figures", "phases", "peers", "ratios"]
-    assert report["settings"] == {**SETTINGS, "dtype": "float32", "quantization": None, "ranks": 1}
-    assert list(report["machine"]) == ["cpu", "cores", "memory_gib", "system", "python", "torch", "threads"]
+    assert report["settings"] == {
+        **SETTINGS,
+        **{name: FACTS[name] for name in ("dtype", "quantization", "precision", "ranks")},
+    }
+    assert list(report["machine"]) == ["cpu", "flags", "cores", "memory_gib", "system", "python", "torch", "threads"]
     figures = [
         "wall_s", "ttft_s", "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens", "decode_tokens_per_s",
         "peak_memory_mib",
@@ -173,9 +136,10 @@ def test_ratios_are_of_runs_that_belong_together() -> None:
 def test_the_table_names_sides_machine_and_ratio(duel: Duel) -> None:
     text = table(duel.report())
     lines = text.splitlines()
-    assert lines[0] == "tiny, prefix: 3 x (6 -> 5) tokens, 4 shared, float32"
+    assert lines[0] == "tiny, prefix: 3 x (6 -> 5) tokens, 4 shared"
     assert "2 threads" in lines[1]
-    assert lines[4].split() == ["hardpoint", "rival", "x", "rival"]
+    assert lines[2:4] == ["hardpoint: float32 weights, activations and KV cache", "rival: float32"]
+    assert lines[6].split() == ["hardpoint", "rival", "x", "rival"]
     (wall,) = [line for line in lines if line.startswith("wall_s")]
     assert wall.split("  ")[0] == "wall_s"
     assert "1.5 [1.5-1.5]" in wall
@@ -259,7 +223,7 @@ def test_peers_get_their_own_interpreters_and_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "pythons", "models", "fault"),
     [
-        (["vllm"], [], [], r"--compare 'vllm': no such peer; there are: transformers, llama\.cpp"),
+        (["exllama"], [], [], r"--compare 'exllama': no such peer; there are: transformers, llama\.cpp"),
         (["transformers", "transformers"], [], [], "--compare transformers: it takes part already"),
         (["transformers", "llama.cpp"], ["/p"], [], r"--peer-python '/p': say whose it is, as NAME=PATH"),
         ([], [], ["/m"], r"--peer-model '/m': say whose it is, as NAME=PATH \(--compare: none\)"),

@@ -75,11 +75,12 @@ def test_latency_against_transformers(bench: Bench, tiny: Path) -> None:
     )  # fmt: skip
     assert report["settings"] == {
         "prompt_len": 24, "shared_prefix": 0, "output_len": 9, "batch": 1, "repeats": 1, "id_seed": 0, "executor": None,
-        "scheduler": "fcfs", "plugins": {}, "dtype": "float32", "quantization": None, "ranks": 1,
+        "scheduler": "fcfs", "plugins": {}, "dtype": "float32", "quantization": None,
+        "precision": "float32 weights, activations and KV cache", "ranks": 1,
     }  # fmt: skip
     assert report["machine"]["threads"] == 1
     (peer,) = report["peers"].values()
-    assert (peer["threads"], peer["precision"], peer["model"]) == (1, "float32", str(tiny))
+    assert (peer["threads"], peer["precision"], peer["model"]) == (1, "float32 weights and activations", str(tiny))
     for side in (report, peer):
         figures = side["figures"]
         assert rate_times_seconds(figures, "output_tokens_per_s") == pytest.approx(9)

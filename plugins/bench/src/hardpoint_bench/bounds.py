@@ -71,6 +71,7 @@ BOUNDS = {
     "batch": Bound(1, 100_000),
     "id-seed": Bound(0, _SEED),
     "threads": Bound(1, 4_096),
+    "shrink": Bound(1, 1_024),
     "step-cost": Bound(1e-3, 1e9, "microseconds; or 0"),
 }
 """By the options of the command."""

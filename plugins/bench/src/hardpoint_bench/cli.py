@@ -18,11 +18,14 @@ from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
 from hardpoint_bench.model_command import run_model
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
+from hardpoint_bench.suite_command import run_convert, run_suite
 from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
 
 __all__ = ["BenchCommand", "create"]
 
 _REPEATS = 3
+_RESULTS = {"suite": run_suite, "convert": run_convert}
+"""Forms of the command whose results become a document."""
 
 
 class BenchCommand(CliCommand):
@@ -52,8 +55,12 @@ class BenchCommand(CliCommand):
             if arguments.workload:
                 raise ConfigError(f"--workload is for `hardpoint bench MODEL`; `{name}` is a workload already")
             return run_model(arguments, name, arguments.measured_model)
+        if (form := _RESULTS.get(name)) is not None:
+            return form(arguments, arguments.measured_model)
         if (extra := arguments.measured_model) is not None:
-            raise ConfigError(f"{extra!r} after {name!r}: a second name follows one of {', '.join(BY_COMMAND)}")
+            raise ConfigError(
+                f"{extra!r} after {name!r}: a second name follows one of {', '.join([*BY_COMMAND, *_RESULTS])}"
+            )
         if arguments.model == SCHEDULER:
             if arguments.workload:
                 raise ConfigError("--workload is for a model; `hardpoint bench scheduler` runs without one")

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hardpoint.config import AppConfig
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, HardpointError
 from hardpoint_bench.measure import Figure, condensed
 from hardpoint_bench.peers import OURS, ChosenPeer
 from hardpoint_bench.sides import Program, Result, Side
+from hardpoint_bench.stored import weights_of
 from hardpoint_bench.workloads import Workload, make_prompts
 
 __all__ = ["Contest", "Entrant"]
@@ -21,7 +23,7 @@ _SEEDS_APART = 1_000_003
 """Runs of neighboring seeds draw ids of their own as long as there are fewer repeats than this."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entrant:
     """``facts`` are known, and ``results`` filled, once it ran; the unmeasured run is not among them."""
 
@@ -44,7 +46,11 @@ class Entrant:
 
 
 class Contest:
-    """``config`` is our side's. Raises what :class:`Side` raises, and ``ConfigError`` for prompts that fit no side."""
+    """``config`` is our side's; ``precision`` the class that all sides are to run in, where there is one.
+
+    Raises what :class:`Side` raises, and ``ConfigError`` for prompts that fit no side. With ``tolerant`` a peer that
+    fails leaves instead, and ``faults`` has its name and why; without ours there is nothing to compare.
+    """
 
     def __init__(
         self,
@@ -54,6 +60,8 @@ class Contest:
         *,
         seed: int,
         threads: int | None,
+        precision: str | None = None,
+        tolerant: bool = False,
         ours: Program = OURS,
         tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ) -> None:
@@ -61,7 +69,10 @@ class Contest:
         self._peers = peers
         self._seed = seed
         self._threads = threads
+        self._precision = precision
+        self._tolerant = tolerant
         self._tell = tell
+        self.faults: dict[str, str] = {}
         self._vocab_size: int | None = None
         self.ours = Entrant(ours, {"config": config.model_dump(mode="json")})
         self.entrants = [self.ours]
@@ -69,37 +80,59 @@ class Contest:
     def run(self, repeats: int) -> None:
         """One unmeasured run of each side, then ``repeats`` measured ones, whose order turns each time."""
         with ExitStack() as stack:
-            sides = [stack.enter_context(self._side(self.ours))]
+            sides = {self.ours.program.name: stack.enter_context(self._side(self.ours))}
             self._enter_peers()
-            sides += [stack.enter_context(self._side(entrant)) for entrant in self.entrants[1:]]
+            for entrant in self.entrants[1:]:
+                with self._allowed_to_fail(entrant):
+                    sides[entrant.program.name] = stack.enter_context(self._side(entrant))
             for repeat, entrant in self._turns(repeats):
-                self._run(sides[self.entrants.index(entrant)], entrant, repeat)
+                with self._allowed_to_fail(entrant):
+                    self._run(sides[entrant.program.name], entrant, repeat)
 
     def run_starts(self, repeats: int) -> None:
         """The same with a new process for every run, one at a time."""
         for repeat, entrant in self._turns(repeats):
-            with self._side(entrant) as side:
+            with self._allowed_to_fail(entrant), self._side(entrant) as side:
                 self._run(side, entrant, repeat)
+
+    @contextmanager
+    def _allowed_to_fail(self, entrant: Entrant) -> Iterator[None]:
+        """A peer that failed takes no further part, and what it had done so far counts for nothing."""
+        try:
+            yield
+        except HardpointError as error:
+            if entrant is self.ours or not self._tolerant:
+                raise
+            self._tell(f"{self.workload.name}: {entrant.program.name} failed and leaves: {error}")
+            self.faults[entrant.program.name] = str(error)
+            self.entrants.remove(entrant)
 
     def _turns(self, repeats: int) -> Iterator[tuple[int, Entrant]]:
         for repeat in range(repeats + 1):
             order = list(self.entrants)
-            for entrant in order if repeat % 2 == 0 else reversed(order):
+            for entrant in order if repeat % 2 == 0 else order[::-1]:
+                if entrant not in self.entrants:
+                    continue
                 self._tell(f"{self.workload.name}: {entrant.program.name}, run {repeat} of {repeats}")
                 yield repeat, entrant
-                if repeat == 0 and entrant is self.ours and len(self.entrants) == 1 and self._peers:
+                if repeat == 0 and entrant is self.ours and len(self.entrants) == 1:
                     self._enter_peers()
                     order += self.entrants[1:]
 
     def _enter_peers(self) -> None:
-        """Once our side told which files it read and how."""
+        """Once our side told which files it read and how; then they are in, however it goes on."""
         facts, workload = self.ours.facts, self.workload
         sizes = {"batch": workload.num_requests, "max_len": workload.prompt_length + workload.output}
-        for peer in self._peers:
+        entering, self._peers = self._peers, ()
+        for peer in entering:
+            model = peer.model or facts["model_path"]
             job = {
-                "model": peer.model or facts["model_path"],
+                "model": model,
                 "dtype": facts["dtype"],
                 "threads": self._threads or facts["threads"],
+                "workload": workload.name,
+                "precision": self._precision,
+                "weights": weights_of(Path(model)),
                 **sizes,
             }
             self.entrants.append(Entrant(peer.program, job))

@@ -11,7 +11,20 @@ from hardpoint.errors import ConfigError
 from hardpoint_bench.bounds import check_option
 from hardpoint_bench.peers import PEERS
 
-__all__ = ["BOTH", "MODEL", "REPLAY", "SHARED", "STEADY", "Flag", "Values", "add_flags", "every_flag", "flags_given"]
+__all__ = [
+    "BOTH",
+    "MODEL",
+    "REPLAY",
+    "RESULTS",
+    "SHARED",
+    "STEADY",
+    "SUITE",
+    "Flag",
+    "Values",
+    "add_flags",
+    "every_flag",
+    "flags_given",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +144,22 @@ MODEL = (
 )
 """Of workloads on a model alone."""
 
+RESULTS = (
+    Flag("classes", "precision classes with commas between them (default: fp32,int8,4bit)", None, str, "NAMES"),
+    Flag("workloads", "workloads with commas between them (default: all five)", None, str, "NAMES"),
+    Flag(
+        "peers", "folder with an environment for each peer, named like it, and with converted models", None, str, "DIR"
+    ),
+    Flag("output", "file of the result, which goes on where it stopped; of `document`: the page", None, str, "FILE"),
+    Flag("shrink", "divide the sizes of all workloads, for trying out", 1),
+)
+"""Of results for the document."""
+
+SUITE = (
+    "classes", "workloads", "peers", "output", "shrink", "compare", "peer-python", "threads", "id-seed",
+)  # fmt: skip
+"""Flags of ``hardpoint bench suite``."""
+
 SHARED = ("prompt-len", "output-len", "shared-prefix", "compare")
 """Flags of the forms above that workloads on a model have, too."""
 
@@ -166,7 +195,7 @@ class Values:
             raise ConfigError(f"{', '.join(alien)}: {why}")
 
 
-_FLAGS = {flag.name: flag for flag in (*BOTH, *STEADY, *REPLAY, *MODEL)}
+_FLAGS = {flag.name: flag for flag in (*BOTH, *STEADY, *REPLAY, *MODEL, *RESULTS)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +218,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("workload on a model", text)
     for flag in MODEL:
+        flag.add_to(group)
+    text = (
+        "`suite`, `scaling` or `convert` in the place of MODEL and the model behind it, or `document` and a file of "
+        "their results. --compare, --peer-python, --threads and --id-seed count for `suite` as well"
+    )
+    group = parser.add_argument_group("results for a document", text)
+    for flag in RESULTS:
         flag.add_to(group)
 
 

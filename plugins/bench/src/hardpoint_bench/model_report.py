@@ -10,9 +10,9 @@ from hardpoint_bench.contest import Contest, Entrant
 from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.measure import condensed
 
-__all__ = ["ratios", "report_of", "table"]
+__all__ = ["aligned", "ratios", "report_of", "table"]
 
-_IN_SETTINGS = ("dtype", "quantization", "ranks")
+_IN_SETTINGS = ("dtype", "quantization", "precision", "ranks")
 _PER_SECOND = "_per_s"
 _NO_CONTEST = ("cached_tokens",)
 _PHASES = ("interpreter", "imports", "torch_import", "plugins", "weights", "warm_up", "first_token")
@@ -64,20 +64,20 @@ def table(report: Mapping[str, Any]) -> str:
     settings, machine = report["settings"], report["machine"]
     shape = f"{settings['batch']} x ({settings['prompt_len']} -> {settings['output_len']})"
     shared = f", {settings['shared_prefix']} shared" if settings["shared_prefix"] else ""
-    precision = settings["quantization"] or settings["dtype"]
     lines = [
-        f"{report['model']}, {report['workload']}: {shape} tokens{shared}, {precision}",
+        f"{report['model']}, {report['workload']}: {shape} tokens{shared}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}",
         f"median [min-max] of {settings['repeats']}" + ("; ratios above 1: we are ahead" if report["peers"] else ""),
         "",
     ]
     sides = {"hardpoint": report, **report["peers"]}
+    lines[2:2] = [f"{name}: {side['precision']}" for name, side in {"hardpoint": settings, **report["peers"]}.items()]
     rows = [["", *sides, *(f"x {name}" for name in report["peers"])]] if report["peers"] else []
     for section in ("figures", "phases"):
         if any(side[section] for side in sides.values()):
             rows += [[""]] if section == "phases" else []
             rows += _rows(section, sides, report["ratios"])
-    return "\n".join([*lines, *_aligned(rows)])
+    return "\n".join([*lines, *aligned(rows)])
 
 
 def _rows(section: str, sides: Mapping[str, Any], by_peer: Mapping[str, Any]) -> list[list[str]]:
@@ -100,7 +100,8 @@ def _shown(figure: Mapping[str, float] | None) -> str:
     return "-" if figure is None else f"{figure['median']:.3g} [{figure['low']:.3g}-{figure['high']:.3g}]"
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines with the cells of ``rows`` in columns."""
     rows = list(rows)
     widths = [max((len(row[at]) for row in rows if at < len(row)), default=0) for at in range(max(map(len, rows)))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]

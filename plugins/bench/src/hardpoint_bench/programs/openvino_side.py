@@ -11,6 +11,7 @@ import openvino  # type: ignore[import-not-found, unused-ignore]
 import openvino_genai  # type: ignore[import-not-found, unused-ignore]
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_NAMES = {short: name for name, short in _PRECISIONS.items()}
 _BATCHED_TOKENS = 2_048
 
 
@@ -54,20 +55,47 @@ class Engine:
 
 
 def load(job: dict[str, Any], phases: Any) -> Engine:
-    """``job``: ``model`` is a GGUF file or a folder with a model converted for OpenVINO; ``dtype`` is computed in."""
+    """``job``: ``model`` is a GGUF file or a folder with a model converted for OpenVINO; ``dtype`` is computed in.
+
+    In the class of float32 nothing is anything else; in others the engine decides, as it does for its users.
+    """
     phases.begin("weights")
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_seqs = job["batch"]
     scheduler.max_num_batched_tokens = _BATCHED_TOKENS
     scheduler.enable_prefix_caching = True
-    precision = _PRECISIONS[job["dtype"]]
-    properties = {"INFERENCE_NUM_THREADS": job["threads"], "INFERENCE_PRECISION_HINT": precision}
+    properties = {"INFERENCE_NUM_THREADS": job["threads"], **_pinned(job)}
     pipeline = openvino_genai.ContinuousBatchingPipeline(job["model"], scheduler, "CPU", properties)
     facts = {
         "version": openvino_genai.__version__,
         "vocab_size": None,
         "max_model_len": None,
-        "precision": f"weights as in the file, computed in {job['dtype']}",
+        "precision": _stated(job),
         "threads": job["threads"],
     }
     return Engine(pipeline, facts)
+
+
+def _pinned(job: dict[str, Any]) -> dict[str, Any]:
+    """By default the KV cache is in 8 bits, and products are in bfloat16 where the processor has it."""
+    precision = job.get("precision")
+    if precision not in (None, "fp32"):
+        return {}
+    pinned = {"INFERENCE_PRECISION_HINT": _PRECISIONS[job["dtype"]]}
+    if precision == "fp32":
+        pinned |= {"KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    return pinned
+
+
+def _stated(job: dict[str, Any]) -> str:
+    weights = job.get("weights") or "weights as in the file"
+    precision = job.get("precision")
+    if precision is None:
+        return f"{weights}, computed in {job['dtype']}"
+    if precision == "fp32":
+        return "float32 weights, activations and KV cache"
+    core = openvino.Core()
+    hint = core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    group = core.get_property("CPU", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+    activations = f"int8 in groups of {group} where its kernels take that, else " if group else ""
+    return f"{weights}, activations {activations}{_NAMES.get(hint, hint)}, KV cache in 8 bits"

@@ -75,7 +75,7 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
         "torch": str(torch.__version__),
         "vocab_size": model.config.get_text_config().vocab_size,
         "max_model_len": getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        "precision": job["dtype"],
+        "precision": f"{job['dtype']} weights and activations",
         "threads": torch.get_num_threads(),
     }
     return Engine(model, facts)
