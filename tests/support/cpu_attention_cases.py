@@ -1,0 +1,87 @@
+"""Attention problems run on the bindings, for the tests of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hardpoint_cpu.native import attention as kernels
+from hardpoint_cpu.native.library import NativeLibrary
+from hardpoint_testing_torch import AttentionProblem, AttentionShape
+
+__all__ = ["LAYOUTS", "chunks", "facts", "laid_out", "rows_of", "run", "shape_of"]
+
+LAYOUTS = ("plain", "heads within tokens", "layers within blocks", "tokens outermost")
+
+
+def facts(problem: AttentionProblem) -> kernels.LayerFacts:
+    """The problem's layer."""
+    shape = problem.shape
+    return kernels.LayerFacts.make(
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_size,
+        shape.head_size**-0.5,
+        window=shape.sliding_window,
+        soft_cap=shape.logits_soft_cap,
+        alibi_slopes=problem.alibi_slopes,
+        sinks=problem.sinks,
+    )
+
+
+def rows_of(problem: AttentionProblem) -> kernels.RowFacts:
+    """The problem's rows over its cache."""
+    common = problem.common()
+    return kernels.RowFacts.make(
+        common.query_start_loc, common.seq_lens, common.block_table, causal=problem.shape.causal
+    )
+
+
+def laid_out(cache: torch.Tensor, layout: str) -> torch.Tensor:
+    """``cache`` [B, K, S, 2 * D] with the strides of a KV layout, among NaN where other layers would lie."""
+    if layout == "plain":
+        return cache.clone()
+    if layout == "heads within tokens":
+        return cache.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "tokens outermost":
+        return cache.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    layers = torch.full((cache.shape[0], 3, *cache.shape[1:]), torch.nan, dtype=cache.dtype)
+    layers[:, 1] = cache
+    return layers[:, 1]
+
+
+def run(
+    library: NativeLibrary, problem: AttentionProblem, *, layout: str = "plain", dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [T, H, D] and log-sum-exp [T, H], after the step's keys and values were written."""
+    layer, shape = facts(problem), problem.shape
+    cache = laid_out(problem.kv_cache().to(dtype), layout)
+    view = kernels.cache_view(cache, shape.num_kv_heads, shape.head_size)
+    kernels.write_kv(library, layer, problem.key, problem.value, problem.slot_mapping(), view)
+    output = torch.full_like(problem.query, torch.nan)
+    lse = torch.full(problem.query.shape[:2], torch.nan)
+    kernels.attention(library, layer, rows_of(problem), view, problem.query, output, lse)
+    return output[: problem.num_tokens], lse[: problem.num_tokens]
+
+
+def chunks(whole: AttentionProblem, cuts: list[int]) -> list[AttentionProblem]:
+    """A problem of one row without context, cut into steps."""
+    length = whole.rows[0][1]
+    return [
+        replace(
+            whole,
+            rows=((begin, end - begin),),
+            query=whole.query[begin:end],
+            key=whole.key[begin:end],
+            value=whole.value[begin:end],
+            history=((whole.key[:begin], whole.value[:begin]),),
+        )
+        for begin, end in zip([0, *cuts], [*cuts, length], strict=True)
+    ]
+
+
+def shape_of(**changes: object) -> AttentionShape:
+    """Nine query heads over three, as in small decoders."""
+    base = AttentionShape(num_heads=9, num_kv_heads=3, head_size=16, block_size=16)
+    return replace(base, **changes)  # type: ignore[arg-type]
