@@ -84,6 +84,7 @@ class CpuPlatform(Platform):
 
     Attributes:
         kernels: the compiled kernels of this process, for whoever computes with them.
+        default_compiler: the ``compiler`` plugin of workers whose operator names none.
     """
 
     kind: ClassVar[PlatformKind] = PlatformKind.CPU
@@ -91,6 +92,7 @@ class CpuPlatform(Platform):
     device_type: ClassVar[str] = "cpu"
     dispatch_key: ClassVar[str] = "CPU"
     collective_backend: ClassVar[str] = "gloo"
+    default_compiler: ClassVar[str] = "cpu_native"
     extra_environment: ClassVar[Sequence[str]] = (THREADS_VARIABLE, SPIN_VARIABLE, WAIT_VARIABLE)
 
     def __init__(

@@ -27,6 +27,7 @@ from hardpoint_torch_runtime.backend_selection import attention_need, require_ki
 from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
 from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
+from hardpoint_torch_runtime.model_lowering import ModelLowering, chosen_compiler
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
 from hardpoint_torch_runtime.ops.loading import load_custom_ops
 from hardpoint_torch_runtime.ops.registry import OPERATORS
@@ -105,7 +106,7 @@ class TorchWorker(Worker):
     """Methods must be called in the order of :class:`Worker`; a call out of order raises ``RuntimeError``.
 
     Workers of other plugins may derive from it. Raises ``ConfigError`` for a context without configuration, platform
-    or plugins, and for what it does not do: ranks that divide nothing, compilers.
+    or plugins, and for ranks that divide nothing.
     """
 
     def __init__(self, ctx: WorkerContext, options: TorchWorkerOptions) -> None:
@@ -123,16 +124,12 @@ class TorchWorker(Worker):
         self._backend: AttentionBackend | None = None
         self._need: AttentionNeed | None = None
         self._runner: ModelRunner | None = None
+        self.lowering: ModelLowering | None = None
         parallel = self.config.parallel
         if parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
             raise ConfigError(
                 f"{parallel.world_size} ranks were asked for, but nothing divides the model among them: each would "
                 "compute all of it; set --tensor-parallel-size"
-            )
-        if self.config.compiler is not None:
-            raise ConfigError(
-                f"compiler {self.config.compiler!r} was asked for, but this worker runs models as they are; "
-                "leave --compiler unset"
             )
 
     @property
@@ -177,6 +174,7 @@ class TorchWorker(Worker):
         for name in self.options.custom_ops:
             load_custom_ops(self._plugins, name, config=self.config, device=self.device)
         self._kernels = self._select_kernels()
+        self.lowering = self._create_lowering()
         need = attention_need(self.config, self._platform.describe(self._logical_device))
         kind = "attention_backend"
         choice = select_attention_backend(
@@ -210,6 +208,19 @@ class TorchWorker(Worker):
             choice.backend.name,
             self.config.dtype,
         )
+        if self.lowering is not None:
+            self.lowering.lower(self._loaded.model)
+
+    def _create_lowering(self) -> ModelLowering | None:
+        name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)
+        if name is None:
+            return None
+        overrides = self.options.kernel_overrides if self.options.use_kernel_overrides else {}
+        if overrides and self.config.compiler is None:
+            self._logger.info("not lowered by %s: kernels of %s were chosen by hand", name, ", ".join(overrides))
+            return None
+        compiler = create_in_worker(self._plugins, "compiler", name, self.config, self.device)
+        return ModelLowering(compiler, self._logger)
 
     def kv_cache_specs(self) -> list[LayerSpec]:
         return [LayerSpec(name, spec_to_wire(spec)) for name, spec in self.loaded.model.kv_cache_specs().items()]
@@ -282,6 +293,8 @@ class TorchWorker(Worker):
             run_warm_up(self.runner, min(self.options.warm_up_tokens, longest))
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput | Deferred | PendingOutput:
+        if self.lowering is not None and self.lowering.is_waiting:
+            self.lowering.between_steps()
         return self.runner.execute(step)
 
     def sample(self, step_id: int, grammar: GrammarMask | None) -> RunnerOutput | PendingOutput:
@@ -305,6 +318,7 @@ class TorchWorker(Worker):
         self._runner = None
         self._loaded = None
         self._backend = None
+        self.lowering = None
         gc.collect()
 
     def _select_kernels(self) -> KernelTable:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["INT64", "POINTER", "NativeLibrary", "NativeLinear", "address"]
+__all__ = ["INT64", "POINTER", "NativeLibrary", "NativeLinear", "address", "freed_with"]
 
 POINTER = ctypes.c_void_p
 INT64 = ctypes.c_int64
@@ -36,7 +36,7 @@ class NativeLibrary:
         create = self.function("hp_runtime_create", ctypes.c_int, POINTER, ctypes.c_int, INT64, POINTER)
         named = (ctypes.c_int * len(cores))(*cores)
         self.check(create(threads, named, len(cores), spins, ctypes.byref(self.runtime)))
-        _freed_with(self, destroy, self.runtime)
+        freed_with(self, destroy, self.runtime)
 
     @property
     def isa(self) -> str:
@@ -93,7 +93,7 @@ class NativeLinear:
         self._run = library.function(
             "hp_linear_run", POINTER, POINTER, POINTER, INT64, INT64, POINTER, INT64, ctypes.c_int
         )
-        _freed_with(self, library.function("hp_linear_destroy", POINTER, returns=None), handle)
+        freed_with(self, library.function("hp_linear_destroy", POINTER, returns=None), handle)
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +128,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _freed_with(owner: object, free: Any, handle: ctypes.c_void_p) -> None:
+def freed_with(owner: object, free: Any, handle: ctypes.c_void_p) -> None:
     """Let ``free`` have ``handle`` when ``owner`` goes; at exit the system does, since threads may still compute."""
     weakref.finalize(owner, free, handle).atexit = False
 

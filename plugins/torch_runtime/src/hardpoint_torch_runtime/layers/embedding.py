@@ -5,6 +5,8 @@ Legend: T tokens, C hidden size, V vocabulary, N rows of a table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
@@ -102,7 +104,10 @@ class EmbeddingTable(torch.nn.Module):
 
 
 class LMHead(torch.nn.Module):
-    """[S, C] to logits [S, V] in the compute dtype. Tied heads use the embedding's parameter and own none."""
+    """[S, C] to logits [S, V] in the compute dtype. Tied heads use the embedding's parameter and own none.
+
+    ``product``: what a compiler set in place of the product with the embedding, [S, C] to [S, rows of this rank].
+    """
 
     def __init__(
         self,
@@ -117,6 +122,7 @@ class LMHead(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._product = (kernels or Kernels()).linear
+        self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.name = name
         self.vocab_size = vocab_size
         self.parallel = factory.parallel
@@ -129,6 +135,8 @@ class LMHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.projection is not None:
             logits = self.projection(hidden)
+        elif self.product is not None:
+            logits = self.product(hidden)
         elif (method := self._tied[0].method) is not None:
             logits = method.apply(self._tied[0], hidden, None)
         else:

@@ -78,6 +78,9 @@ class LatentUpProjection(ColumnParallelLinear):
             unit = torch.eye(self._view[-1], dtype=self._dtype, device=self._device)
             self._dense = self.method.apply(self, unit, None).T.contiguous()
 
+    def stored(self) -> None:
+        """A kernel could compute nothing for this layer, which is read instead."""
+
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [H, P, L] and [H, V, L] that make keys and values of a latent.
 
