@@ -14,15 +14,19 @@ from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint_cpu.kernels import KernelProvider, KernelState
 from hardpoint_cpu.linear_method import PackRefusedError, take_over, take_over_head
+from hardpoint_cpu.lowered_stack import StackRefusedError, lower_stack
 from hardpoint_cpu.native.library import NativeLibrary
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_torch_runtime.layers import LMHead, ParallelLinear
+from hardpoint_torch_runtime.lowering import DescribedStack, NotStandard
 
 __all__ = ["NativeCompiler", "create"]
 
 
 class NativeCompiler(Compiler):
-    """Gives every linear layer whose weight has a kernel that kernel. Results differ by rounding only.
+    """Gives every linear layer whose weight has a kernel that kernel, and makes one call of standard decoder blocks.
+
+    Results differ by rounding only.
 
     Raises ``ConfigError`` under a platform without such kernels.
     """
@@ -67,6 +71,7 @@ class NativeCompiler(Compiler):
 
     def _lower(self, model: torch.nn.Module, library: NativeLibrary) -> Iterator[LoweredRange]:
         lowered: list[str] = []
+        tokens = TokenRange(1, self._config.max_num_batched_tokens)
         reasons: dict[str, list[str]] = {}
         for name, take in self._layers(model, library):
             try:
@@ -75,9 +80,30 @@ class NativeCompiler(Compiler):
             except PackRefusedError as error:
                 reasons.setdefault(str(error), []).append(name)
         if lowered:
-            yield LoweredRange(tuple(lowered), TokenRange(1, self._config.max_num_batched_tokens))
+            yield LoweredRange(tuple(lowered), tokens)
         for reason, names in reasons.items():
             yield _refused(tuple(names), reason)
+        for stack in (module for module in model.modules() if isinstance(module, DescribedStack)):
+            yield from self._lower_stack(stack, library, tokens)
+
+    def _lower_stack(self, stack: DescribedStack, library: NativeLibrary, tokens: TokenRange) -> Iterator[LoweredRange]:
+        """The layers as one call, or as two per layer with the reason."""
+        described = stack.describe()
+        if isinstance(described, NotStandard):
+            yield _refused((), described.reason)
+            return
+        names = tuple(block.name for block in described.blocks)
+        try:
+            lowered = lower_stack(library, described, self._logger)
+        except StackRefusedError as error:
+            yield _refused(names, str(error))
+            return
+        stack.lowered = lowered
+        yield LoweredRange(names, tokens)
+        if not lowered.attends:
+            backends = {block.attention.backend.name for block in described.blocks}
+            reason = f"attention is computed by {', '.join(sorted(backends))}, between two native calls per layer"
+            yield _refused(tuple(block.attention.name for block in described.blocks), reason)
 
     def _layers(self, model: torch.nn.Module, library: NativeLibrary) -> Iterator[tuple[str, Callable[[], None]]]:
         """Every linear layer by name, and what lets it compute with a kernel."""

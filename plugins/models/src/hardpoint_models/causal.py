@@ -15,6 +15,7 @@ from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
+from hardpoint_torch_runtime.lowering import LoweredForward, NotStandard, StandardStack
 
 __all__ = ["LAYER", "CausalConfig", "CausalModel", "GatedMLP", "LayerStack", "causal_rules", "gated_rules"]
 
@@ -59,7 +60,8 @@ class GatedMLP(torch.nn.Module):
 class LayerStack(torch.nn.Module):
     """The layers of one pipeline stage, with embedding and final norm where the stage has them.
 
-    Subclasses run the layers: ``forward(hidden, positions)``, [T, C] to [T, C], which may overwrite ``hidden``.
+    Subclasses run the layers: ``forward(hidden, positions)``, [T, C] to [T, C], which may overwrite ``hidden``. They
+    call ``lowered`` first where they describe themselves to compilers.
     """
 
     def __init__(
@@ -79,6 +81,11 @@ class LayerStack(torch.nn.Module):
         # Keyed by the number in the whole model, so that names agree over stages.
         self.layers = torch.nn.ModuleDict({str(index): make_layer(index) for index in range(stage.first, stage.last)})
         self.norm = make_norm() if stage.has_head else None
+        self.lowered: LoweredForward | None = None
+
+    def describe(self) -> StandardStack | NotStandard:
+        """What a compiler may put in the place of the layers."""
+        return NotStandard(f"the layers of a {type(self).__name__} are no standard decoder blocks")
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] to [T, C]. Raises ``RuntimeError`` on stages without an embedding."""

@@ -9,6 +9,7 @@ D head size. Parameter names follow Hugging Face checkpoints but for the fused `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,8 @@ from hardpoint.interfaces.model import StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.causal import LAYER, CausalModel, GatedMLP, LayerStack, causal_rules, gated_rules
 from hardpoint_models.decoder_config import DecoderConfig
-from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm, RotaryEmbedding
+from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm, RotaryEmbedding, SiluAndMul
+from hardpoint_torch_runtime.lowering import NotStandard, StandardBlock, StandardStack
 
 __all__ = ["DecoderModel"]
 
@@ -119,6 +121,30 @@ class DecoderLayer(torch.nn.Module):
         normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation), residual)
         return self.mlp(normed), residual
 
+    def describe(self, name: str, rotary: RotaryEmbedding) -> StandardBlock | NotStandard:
+        """``rotary`` is what the layer is turned by."""
+        attention, mlp = self.self_attn, self.mlp
+        if not isinstance(attention, DecoderAttention):
+            return NotStandard(f"the attention of {name} is a {type(attention).__name__}")
+        if not isinstance(mlp, GatedMLP):
+            return NotStandard(f"the feed-forward block of {name} is a {type(mlp).__name__}")
+        return StandardBlock(
+            name=name,
+            input_norm=self.input_layernorm,
+            qkv_proj=attention.qkv_proj,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            rotary=rotary,
+            attention=attention.attn,
+            o_proj=attention.o_proj,
+            attention_output_norm=None,
+            feed_forward_norm=self.post_attention_layernorm,
+            gate_up_proj=mlp.gate_up_proj,
+            activation="silu" if isinstance(mlp.activation, SiluAndMul) else "gelu_tanh",
+            down_proj=mlp.down_proj,
+            feed_forward_output_norm=None,
+        )
+
 
 class SandwichLayer(DecoderLayer):
     """The same with the outputs of attention and feed-forward normalized before they are added."""
@@ -135,6 +161,17 @@ class SandwichLayer(DecoderLayer):
         attended = self.post_attention_layernorm(self.self_attn(normed, rotation))
         normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
+
+    def describe(self, name: str, rotary: RotaryEmbedding) -> StandardBlock | NotStandard:
+        block = super().describe(name, rotary)
+        if isinstance(block, NotStandard):
+            return block
+        return replace(
+            block,
+            attention_output_norm=self.post_attention_layernorm,
+            feed_forward_norm=self.pre_feedforward_layernorm,
+            feed_forward_output_norm=self.post_feedforward_layernorm,
+        )
 
 
 class DecoderStack(LayerStack):
@@ -164,12 +201,26 @@ class DecoderStack(LayerStack):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T, C] to [T, C]; ``hidden`` is overwritten."""
+        if self.lowered is not None and (lowered := self.lowered(hidden, positions)) is not None:
+            return lowered
         rotation = self.rotary.lookup(positions)
         local_rotation = rotation if self.local_rotary is None else self.local_rotary.lookup(positions)
         residual: torch.Tensor | None = None
         for layer, is_local in self._in_order:
             hidden, residual = layer(hidden, residual, local_rotation if is_local else rotation)
         return self.finish(hidden, residual)
+
+    def describe(self) -> StandardStack | NotStandard:
+        blocks: list[StandardBlock] = []
+        for index, (layer, is_local) in zip(self.layers, self._in_order, strict=True):
+            rotary = self.local_rotary if is_local and self.local_rotary is not None else self.rotary
+            if not isinstance(layer, DecoderLayer):
+                return NotStandard(f"layer {index} is a {type(layer).__name__}")
+            block = layer.describe(f"model.layers.{index}", rotary)
+            if isinstance(block, NotStandard):
+                return block
+            blocks.append(block)
+        return StandardStack(tuple(blocks), self.norm)
 
 
 class DecoderModel(CausalModel):

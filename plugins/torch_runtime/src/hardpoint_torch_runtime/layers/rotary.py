@@ -166,7 +166,7 @@ class RotaryEmbedding(torch.nn.Module):
         that do not fit the head."""
         super().__init__()
         self._kernel = _rotate_neighbors if pairs_are_neighbors else kernel
-        self._pairs_are_neighbors = pairs_are_neighbors
+        self.pairs_are_neighbors = pairs_are_neighbors
         self.head_size = head_size
         self.rotary_size = int(head_size * rope.partial_factor)
         self.max_position = max_position
@@ -197,7 +197,7 @@ class RotaryEmbedding(torch.nn.Module):
             takes = "[T]" if self.axes is None else f"[T] or [{NUM_AXES}, T]"
             raise ValueError(f"positions have shape {list(positions.shape)}; this model's rotation takes {takes}")
         # Full width: x * cos + swap(x) * sin, hence the sign on the first of each pair.
-        if self._pairs_are_neighbors:
+        if self.pairs_are_neighbors:
             return cos.repeat_interleave(2, dim=-1).unsqueeze(1), torch.stack((-sin, sin), dim=-1).flatten(1).unsqueeze(
                 1
             )
