@@ -22,6 +22,7 @@ HP_EXPORT void hp_runtime_destroy(hp::Runtime* runtime) { delete runtime; }
 HP_EXPORT int hp_linear_run(hp::Runtime* runtime, const hp::Linear* linear, const float* x, std::int64_t x_stride,
                             std::int64_t rows, float* y, std::int64_t y_stride, int adds) {
   return hp::guarded(runtime, [&] {
+    hp::require(linear != nullptr, "a layer that is part of another one now");
     hp::require(rows >= 0 && x_stride >= linear->inputs && y_stride >= linear->outputs, "rows ", rows, " of strides ",
                 x_stride, " and ", y_stride, " do not fit a layer of ", linear->inputs, " inputs and ", linear->outputs,
                 " outputs");

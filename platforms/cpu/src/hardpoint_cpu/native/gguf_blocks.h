@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
+#include "common.h"
 #include "linear_grouped_simd.h"
 
 namespace hp::gguf {
@@ -44,6 +46,27 @@ struct Q4_0 {
 struct Q4_1 {
   static constexpr int kElements = 32, kBytes = 20, kGroup = 32, kBits = 4, kZero = 0;
   static void values(const std::uint8_t* block, std::uint8_t* q) { nibble_halves(block + 4, q); }
+  static Affine affine(const std::uint8_t* block, int) { return {float_at(block), float_at(block + 2)}; }
+};
+
+// The fifth bits of 32 weights lie together, before the nibbles.
+inline void nibbles_and_bits(const std::uint8_t* bits, std::uint8_t* q) {
+  nibble_halves(bits + 4, q);
+  for (int i = 0; i < 32; ++i) q[i] |= static_cast<std::uint8_t>((bits[i / 8] >> (i % 8) & 1) << 4);
+}
+
+struct Q5_0 {
+  static constexpr int kElements = 32, kBytes = 22, kGroup = 32, kBits = 5, kZero = 16;
+  static void values(const std::uint8_t* block, std::uint8_t* q) { nibbles_and_bits(block + 2, q); }
+  static Affine affine(const std::uint8_t* block, int) {
+    const float scale = float_at(block);
+    return {scale, -kZero * scale};
+  }
+};
+
+struct Q5_1 {
+  static constexpr int kElements = 32, kBytes = 24, kGroup = 32, kBits = 5, kZero = 0;
+  static void values(const std::uint8_t* block, std::uint8_t* q) { nibbles_and_bits(block + 4, q); }
   static Affine affine(const std::uint8_t* block, int) { return {float_at(block), float_at(block + 2)}; }
 };
 
@@ -88,6 +111,15 @@ struct Q4_K {
   }
 };
 
+// The same with a fifth bit: bit `index` of 32 bytes for group `index`.
+struct Q5_K : Q4_K {
+  static constexpr int kBytes = 176, kBits = 5;
+  static void values(const std::uint8_t* block, std::uint8_t* q) {
+    Q4_K::values(block + 32, q);
+    for (int i = 0; i < kElements; ++i) q[i] |= static_cast<std::uint8_t>((block[16 + i % 32] >> (i / 32) & 1) << 4);
+  }
+};
+
 // Super-blocks of sixteen groups with a signed byte each, times one half; the lower 4 and upper 2 bits lie apart.
 struct Q6_K {
   static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kBits = 6, kZero = 32;
@@ -110,5 +142,19 @@ struct Q6_K {
     return {scale, -kZero * scale};
   }
 };
+
+// visit(block type) for the type of that name. Throws for one that is not known.
+template <class Visit>
+auto with_type(const std::string& name, Visit&& visit) {
+  if (name == "Q4_0") return visit(Q4_0{});
+  if (name == "Q4_1") return visit(Q4_1{});
+  if (name == "Q5_0") return visit(Q5_0{});
+  if (name == "Q5_1") return visit(Q5_1{});
+  if (name == "Q8_0") return visit(Q8_0{});
+  if (name == "Q4_K") return visit(Q4_K{});
+  if (name == "Q5_K") return visit(Q5_K{});
+  if (name == "Q6_K") return visit(Q6_K{});
+  fail("weights of the GGUF type ", name, " have no kernel; allowed: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
+}
 
 }  // namespace hp::gguf

@@ -58,4 +58,15 @@ struct GgufPart {
 std::unique_ptr<GroupedLinear> make_gguf(const std::string& type, const std::vector<GgufPart>& parts,
                                          std::int64_t inputs, const float* bias, Options options, Pool& pool);
 
+// Contiguous rows of int4 groups: values [outputs, inputs / 2], of 32 inputs the first half in the low nibbles of 16
+// bytes; weight = scale * value + minimum with both [outputs, inputs / group].
+struct Int4Weight {
+  const std::uint8_t* values;
+  const float* scales;
+  const float* minimums;
+  std::int64_t outputs, inputs, group;
+};
+
+std::unique_ptr<GroupedLinear> make_int4(const Int4Weight& weight, const float* bias, Options options, Pool& pool);
+
 }  // namespace hp::grouped

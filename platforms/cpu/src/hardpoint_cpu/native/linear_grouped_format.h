@@ -39,6 +39,24 @@ struct Planes<4> {
 };
 
 template <>
+struct Planes<5> {
+  static constexpr std::int64_t kBytes = Planes<4>::kBytes + kStepBytes;
+  template <int Step>
+  static vi step(const std::uint8_t* group, int half) {
+    const vi bits = vi::load(group + Planes<4>::kBytes + half * kHalfBytes);
+    vi moved = bits;
+    if constexpr (Step < 4) moved = up<4 - Step>(bits);
+    if constexpr (Step > 4) moved = down<Step - 4>(bits);
+    return Planes<4>::step<Step>(group, half) | (moved & vi::set(0x10101010));
+  }
+  static void place(const std::uint8_t* q, int output, std::uint8_t* group) {
+    Planes<4>::place(q, output, group);
+    for (int i = 0; i < kGroup; ++i)
+      group[Planes<4>::kBytes + output * 4 + i % 4] |= static_cast<std::uint8_t>((q[i] >> 4 & 1) << (i / 4));
+  }
+};
+
+template <>
 struct Planes<6> {
   static constexpr std::int64_t kBytes = Planes<4>::kBytes + 2 * kStepBytes;
   template <int Step>
@@ -72,19 +90,20 @@ struct Planes<8> {
   }
 };
 
-// Formats. kGroups: groups of 32 inputs in a super-block; kSubs: scales in such a group; kHead: bytes of a super-block's
-// head; kHasMinimum: whether minimums are other than zero. pack() adds one output's row, as it lies in the file, to a
-// panel that is all zeros; scales() is for group `group` of the super-block and part `sub` of it.
-template <class Block>
+// Formats. kSubs: scales in a group of 32 inputs; kHead: bytes of a super-block's head; kHasMinimum: whether minimums
+// are other than zero. pack_row() adds one output's row to a panel that is all zeros; scales() is for group `group` of
+// the super-block and part `sub` of it.
+//
+// Those of files: super-blocks are the blocks of the file, a row is its bytes.
+template <class Block, class Format>
 struct FromFile {
   static constexpr int kBits = Block::kBits;
-  static constexpr int kGroups = Block::kElements / kGroup;
+  static constexpr int kGroups = Block::kElements / kGroup;  // of a block
   static constexpr int kSubs = kGroup / Block::kGroup;
   static constexpr bool kHasMinimum = !(kBits == 8 && kSignedBytes);
   using Numbers = Planes<kBits>;
   using Row = const std::uint8_t*;
 
-  template <class Format>
   static void pack_row(Row row, std::int64_t supers, int output, std::uint8_t* heads, std::uint8_t* numbers) {
     std::uint8_t q[Block::kElements];
     for (std::int64_t super = 0; super < supers; ++super) {
@@ -104,7 +123,7 @@ inline vf halves_at(const std::uint8_t* head, int line, int half) {
 
 // One scale for each group, as a float16; the zero of q is fixed.
 template <class Block>
-struct Scaled : FromFile<Block> {
+struct Scaled : FromFile<Block, Scaled<Block>> {
   static constexpr std::int64_t kHead = 2 * kPanel;
   static void place_head(const std::uint8_t* block, int output, std::uint8_t* head) {
     std::memcpy(head + 2 * output, block, 2);
@@ -117,7 +136,7 @@ struct Scaled : FromFile<Block> {
 
 // Scale and minimum, both float16, in this order in the file as well.
 template <class Block>
-struct ScaledAbove : FromFile<Block> {
+struct ScaledAbove : FromFile<Block, ScaledAbove<Block>> {
   static constexpr std::int64_t kHead = 4 * kPanel;
   static void place_head(const std::uint8_t* block, int output, std::uint8_t* head) {
     std::memcpy(head + 2 * output, block, 2);
@@ -130,8 +149,8 @@ struct ScaledAbove : FromFile<Block> {
 
 // Two float16 for the super-block, then for each group 16 scales and 16 minimums of 6 bits, in bytes.
 template <class Block>
-struct Nested : FromFile<Block> {
-  using FromFile<Block>::kGroups;
+struct Nested : FromFile<Block, Nested<Block>> {
+  static constexpr int kGroups = Nested::FromFile::kGroups;
   static constexpr std::int64_t kSixes = 4 * kPanel;
   static constexpr std::int64_t kHead = kSixes + 2 * kPanel * kGroups;
   static void place_head(const std::uint8_t* block, int output, std::uint8_t* head) {
@@ -152,9 +171,8 @@ struct Nested : FromFile<Block> {
 
 // One float16 for the super-block, then for each sixteen inputs 16 signed bytes.
 template <class Block>
-struct NestedSigned : FromFile<Block> {
-  using FromFile<Block>::kGroups;
-  using FromFile<Block>::kSubs;
+struct NestedSigned : FromFile<Block, NestedSigned<Block>> {
+  static constexpr int kGroups = NestedSigned::FromFile::kGroups, kSubs = NestedSigned::FromFile::kSubs;
   static constexpr std::int64_t kHead = 2 * kPanel + kPanel * kGroups * kSubs;
   static void place_head(const std::uint8_t* block, int output, std::uint8_t* head) {
     std::memcpy(head + 2 * output, block + Block::kWhole, 2);

@@ -15,38 +15,62 @@ inline std::int32_t four_bytes(const std::int8_t* p) {
   return value;
 }
 
-// One panel as it lies in memory.
+// One panel as it lies in memory; `span` groups share a head.
 struct Panel {
   const std::uint8_t* heads;
   const std::uint8_t* numbers;
+  std::int64_t span;
 };
+
+// One group of it: its numbers, its head, and which of those that share the head it is.
+struct GroupPlace {
+  const std::uint8_t* numbers;
+  const std::uint8_t* head;
+  int inner;
+};
+
+// body(group, place) for all groups in order.
+template <class F, class Body>
+[[gnu::always_inline]] inline void over_groups(const Panel& panel, std::int64_t groups, Body&& body) {
+  GroupPlace place{panel.numbers, panel.heads, 0};
+  for (std::int64_t group = 0; group < groups; ++group) {
+    body(group, place);
+    place.numbers += F::Numbers::kBytes;
+    if (++place.inner == panel.span) {
+      place.inner = 0;
+      place.head += F::kHead;
+    }
+  }
+}
+
+// Sums of rows at what part `sub` of a group is to be weighted with.
+template <class F>
+const float* sums_at(const QuantizedRows& x, std::int64_t group, int sub) {
+  return F::kSubs == 1 ? x.sums + group * x.stride : x.half_sums + (2 * group + sub) * x.stride;
+}
 
 // Rows `row`.. of quantized activations times one vector of outputs, added to sums.
 template <class F, int R>
 void multiply_quantized(const Panel& panel, const QuantizedRows& x, std::int64_t row, int half, vf (&sums)[R]) {
   constexpr int kSteps = 8 / F::kSubs;
-  for (std::int64_t group = 0; group < x.groups; ++group) {
-    const std::uint8_t* head = panel.heads + group / F::kGroups * F::kHead;
-    const std::uint8_t* numbers = panel.numbers + group * F::Numbers::kBytes;
-    const int inner = static_cast<int>(group % F::kGroups);
+  over_groups<F>(panel, x.groups, [&](std::int64_t group, const GroupPlace& place) __attribute__((always_inline)) {
     const std::int8_t* values = x.values + (group * x.stride + row) * kGroup;
     const float* scales = x.scales + group * x.stride + row;
     unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
       Dots<F::kBits> dots[R];
       unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
         constexpr int kStep = sub * kSteps + step;
-        const vi w = F::Numbers::template step<kStep>(numbers, half);
+        const vi w = F::Numbers::template step<kStep>(place.numbers, half);
         for (int r = 0; r < R; ++r) dots[r].add(w, vi::set(four_bytes(values + r * kGroup + kStep * 4)));
       });
-      const Scales of = F::scales(head, inner, sub, half);
-      const float* above = F::kSubs == 1 ? x.sums + group * x.stride + row
-                                         : x.half_sums + (2 * group + sub) * x.stride + row;
+      const Scales of = F::scales(place.head, place.inner, sub, half);
+      const float* above = sums_at<F>(x, group, sub) + row;
       for (int r = 0; r < R; ++r) {
         sums[r] = fma(to_float(dots[r].whole()), of.scale * vf::set(scales[r]), sums[r]);
         if constexpr (F::kHasMinimum) sums[r] = fma(of.minimum, vf::set(above[r]), sums[r]);
       }
     });
-  }
+  });
 }
 
 // Byte `B` of each lane.
@@ -57,23 +81,35 @@ vf byte_to_float(vi lanes) {
   return to_float(down<8 * B>(lanes) & vi::set(255));
 }
 
+// The weights of step `Step` as floats: each(byte, weights of input 4 * Step + byte).
+template <class F, int Step, class Each>
+[[gnu::always_inline]] inline void decode_step(const GroupPlace& place, int half, const Scales& of, Each&& each) {
+  const vi w = F::Numbers::template step<Step>(place.numbers, half);
+  unrolled<4>([&](auto byte) __attribute__((always_inline)) {
+    const vf number = byte_to_float<byte, !F::kHasMinimum>(w);
+    each(byte, F::kHasMinimum ? fma(number, of.scale, of.minimum) : number * of.scale);
+  });
+}
+
+// each(step, scales of the vector of outputs) for the eight steps of a group.
+template <class F, class Each>
+[[gnu::always_inline]] inline void over_steps(const GroupPlace& place, int half, Each&& each) {
+  constexpr int kSteps = 8 / F::kSubs;
+  unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
+    const Scales of = F::scales(place.head, place.inner, sub, half);
+    unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
+      each(std::integral_constant<int, sub * kSteps + step>{}, of);
+    });
+  });
+}
+
 // One group as floats [32][kPanel].
 template <class F>
-void decode_group(const Panel& panel, std::int64_t group, float* target) {
-  constexpr int kSteps = 8 / F::kSubs;
-  const std::uint8_t* head = panel.heads + group / F::kGroups * F::kHead;
-  const std::uint8_t* numbers = panel.numbers + group * F::Numbers::kBytes;
+void decode_group(const GroupPlace& place, float* target) {
   for (int half = 0; half < kHalves; ++half)
-    unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
-      const Scales of = F::scales(head, static_cast<int>(group % F::kGroups), sub, half);
-      unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
-        constexpr int kStep = sub * kSteps + step;
-        const vi w = F::Numbers::template step<kStep>(numbers, half);
-        unrolled<4>([&](auto byte) __attribute__((always_inline)) {
-          const vf number = byte_to_float<byte, !F::kHasMinimum>(w);
-          const vf value = F::kHasMinimum ? fma(number, of.scale, of.minimum) : number * of.scale;
-          value.store(target + (kStep * 4 + byte) * kPanel + half * vf::W);
-        });
+    over_steps<F>(place, half, [&](auto step, const Scales& of) __attribute__((always_inline)) {
+      decode_step<F, step>(place, half, of, [&](auto byte, vf weights) __attribute__((always_inline)) {
+        weights.store(target + (step * 4 + byte) * kPanel + half * vf::W);
       });
     });
 }
