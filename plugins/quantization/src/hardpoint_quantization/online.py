@@ -19,7 +19,7 @@ from hardpoint_torch_runtime.layers import Placement
 
 __all__ = ["ABSORBED", "CHUNK_WEIGHTS", "OnlineMethod", "OnlineOptions", "target_rows"]
 
-CHUNK_WEIGHTS = 1 << 22
+CHUNK_WEIGHTS = 1 << 18
 """Weights that are converted at once: temporaries take a few times four bytes of each."""
 
 ABSORBED = ("kv_b_proj",)
