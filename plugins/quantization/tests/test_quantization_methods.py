@@ -23,12 +23,12 @@ from hardpoint_torch_runtime.layers import (
     GroupedInt4Weight,
     LayerToolkit,
     LoadingObserver,
+    OutputPart,
     SegmentedColumnLinear,
     StoredLinearMethod,
     StreamingLinearMethod,
     TableQuantization,
 )
-from hardpoint_torch_runtime.layers.placement import OutputPart
 
 MODULES = {"int8": int8, "int4": int4, "gguf": gguf}
 LOGGER = logging.getLogger("hardpoint.test.quantization")
@@ -179,7 +179,7 @@ def test_a_dense_embedding_tells_its_weight_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "record"), [("int8", ChannelInt8Weight), ("int4", GroupedInt4Weight)])
-def test_stored_weights_can_be_handed_over(name: str, record: type) -> None:
+def test_stored_weights_can_be_handed_over(name: str, record: Any) -> None:
     layer: Any = toolkit(method(name)).column_linear("model.layers.0.up_proj", 64, 8)
     with pytest.raises(RuntimeError, match="not loaded yet"):
         layer.stored()

@@ -26,7 +26,7 @@ from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, Lat
 from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
-from hardpoint_torch_runtime.layers.placement import Placement, ShardedModule
+from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
@@ -76,6 +76,7 @@ __all__ = [
     "MergedColumnParallelLinear",
     "MixtureOfExperts",
     "MixtureSizes",
+    "OutputPart",
     "PackedLinearMethod",
     "ParallelLinear",
     "Placement",
