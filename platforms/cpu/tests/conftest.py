@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from functools import cache
@@ -10,11 +11,14 @@ import pytest
 
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.native.build import KernelBuild, cache_folder, find_compiler
-from hardpoint_cpu.native.levels import LEVELS, best_level, named_level
+from hardpoint_cpu.native.levels import LEVELS, named_level
 from hardpoint_cpu.native.library import NativeLibrary
 
+# What test_cpu_native_sanitized.py sets for the process in which it runs all these tests again.
+FLAGS_VARIABLE = "HARDPOINT_TEST_KERNEL_FLAGS"
+
 _FEATURES = Host().cpu_flags()
-_BEST = best_level(platform.machine(), _FEATURES)
+_BEST = named_level("auto", platform.machine(), _FEATURES)
 
 
 def _runs(name: str) -> bool:
@@ -33,14 +37,17 @@ _LEVELS = [
 
 
 @cache
-def load(level: str = _BEST.name, threads: int = 2) -> NativeLibrary:
-    build = KernelBuild(named_level(level, platform.machine(), _FEATURES), cache_folder(), find_compiler())
-    return NativeLibrary(build.compile(), threads=threads)
+def load(level: str = _BEST.name, threads: int = 2, spin_us: int = 100) -> NativeLibrary:
+    chosen = named_level(level, platform.machine(), _FEATURES)
+    flags = tuple(os.environ.get(FLAGS_VARIABLE, "").split())
+    return NativeLibrary(
+        KernelBuild(chosen, cache_folder(), find_compiler(), flags).compile(), threads=threads, spin_us=spin_us
+    )
 
 
 @pytest.fixture
 def load_native() -> Callable[..., NativeLibrary]:
-    """``load_native(level, threads=2)``: kernels of ``level`` (the best), compiled where they are not yet, once."""
+    """``load_native(level, threads=2, spin_us=100)``: of ``level`` (the best), compiled where they are not yet, once."""
     return load
 
 

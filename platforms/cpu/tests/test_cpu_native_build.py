@@ -155,3 +155,20 @@ def test_building_ahead_never_fails_the_setup(monkeypatch: pytest.MonkeyPatch, c
 def test_the_cache_is_the_users() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/cached"}) == Path("/cached/hardpoint/cpu-kernels")
     assert cache_folder({}) == Path(os.path.expanduser("~/.cache/hardpoint/cpu-kernels"))
+
+
+def test_building_ahead_says_where_and_nothing_on_request_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, sources: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.main(["--quiet"], sources) == 0
+    assert capsys.readouterr().out.startswith("CPU kernels for ")
+    assert build.main(["--quiet"], sources) == 0
+    assert capsys.readouterr().out == ""
+    assert build.main([], sources) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    cached = cache_folder()
+    cached.chmod(0o777)
+    (sources / "two.cpp").write_text("int changed() { return 3; }\n", encoding="utf-8")
+    assert build.main([], sources) == 0
+    assert "can be written by other users" in capsys.readouterr().out

@@ -70,3 +70,12 @@ def test_callers_at_once_take_turns(best_native: NativeLibrary) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+def test_a_pool_that_sleeps_between_calls_wakes_up_for_each(load_native: Callable[..., NativeLibrary]) -> None:
+    sleepy = load_native(threads=3, spin_us=0)
+    layer = sleepy.linear_f32(torch.randn(300, 8))
+    x = torch.randn(2, 8)
+    expected = layer(x)
+    for _ in range(300):
+        assert torch.equal(layer(x), expected)

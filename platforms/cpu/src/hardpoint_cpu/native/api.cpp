@@ -12,9 +12,9 @@ HP_EXPORT const char* hp_last_error() { return hp::last_error.c_str(); }
 // ISA level this library was compiled for; see build.py.
 HP_EXPORT const char* hp_isa() { return HP_ISA; }
 
-HP_EXPORT int hp_runtime_create(int threads, const int* cores, int num_cores, std::int64_t spins, hp::Runtime** made) {
+HP_EXPORT int hp_runtime_create(int threads, const int* cores, int num_cores, std::int64_t spin_us, hp::Runtime** made) {
   return hp::guarded(
-      [&] { *made = new hp::Runtime(threads, std::vector<int>(cores, cores + num_cores), spins); });
+      [&] { *made = new hp::Runtime(threads, std::vector<int>(cores, cores + num_cores), spin_us); });
 }
 
 HP_EXPORT void hp_runtime_destroy(hp::Runtime* runtime) { delete runtime; }

@@ -10,7 +10,7 @@ namespace hp {
 
 // Everything that calls share. Calls of several threads take turns.
 struct Runtime {
-  Runtime(int threads, const std::vector<int>& cores, std::int64_t spins) : pool(threads, cores, spins) {}
+  Runtime(int threads, const std::vector<int>& cores, std::int64_t spin_us) : pool(threads, cores, spin_us) {}
   std::mutex turn;
   Pool pool;
   Arena arena;

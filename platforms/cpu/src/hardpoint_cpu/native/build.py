@@ -176,12 +176,18 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def main() -> int:
-    """Compile for this processor; 0 also where that cannot be done, since everything works without."""
+def main(arguments: Sequence[str] = (), sources: Path = SOURCES) -> int:
+    """Compile for this processor; 0 also where that cannot be done, since everything works without.
+
+    ``--quiet``: no word where they are compiled already.
+    """
     level = named_level("auto", platform.machine(), Host().cpu_flags())
     try:
-        path = KernelBuild(level, cache_folder(), find_compiler()).compile()
-    except KernelBuildError as error:
+        build = KernelBuild(level, cache_folder(), find_compiler(), sources=sources)
+        if build.is_ready() and "--quiet" in arguments:
+            return 0
+        path = build.compile()
+    except (KernelBuildError, OSError) as error:
         print(f"CPU kernels are not compiled, plain torch will be used instead, several times slower: {error}")
         return 0
     print(f"CPU kernels for {level.name}: {path}")
@@ -189,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -25,17 +25,18 @@ class NativeLibrary:
 
     Args:
         threads: threads that compute, the caller's included; ``cores``: the logical CPU of each, or empty.
-        spins: polls for work before a thread sleeps.
+        spin_us: microseconds of polling for work before a thread sleeps. Longer than what lies between two kernels of
+            a step, shorter than what anybody else on the machine would notice.
     """
 
-    def __init__(self, path: Path, *, threads: int, cores: Sequence[int] = (), spins: int = 20_000) -> None:
+    def __init__(self, path: Path, *, threads: int, cores: Sequence[int] = (), spin_us: int = 100) -> None:
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
         self.runtime = POINTER()
         destroy = self.function("hp_runtime_destroy", POINTER, returns=None)
         create = self.function("hp_runtime_create", ctypes.c_int, POINTER, ctypes.c_int, INT64, POINTER)
         named = (ctypes.c_int * len(cores))(*cores)
-        self.check(create(threads, named, len(cores), spins, ctypes.byref(self.runtime)))
+        self.check(create(threads, named, len(cores), spin_us, ctypes.byref(self.runtime)))
         freed_with(self, destroy, self.runtime)
 
     @property

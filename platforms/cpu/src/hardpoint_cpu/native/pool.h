@@ -1,7 +1,8 @@
 // The one pool of threads that all kernels share. The caller works too; the others poll for a while and then sleep.
 //
-// Work is handed out in chunks from a counter, so that a thread which is held up by another process takes fewer. What a
-// chunk computes must not depend on who computes it.
+// Work is handed out in chunks from a counter, so that a thread which is held up by another process takes fewer, and
+// one that does not even wake up in time takes none and is not waited for. What a chunk computes must not depend on who
+// computes it.
 #pragma once
 
 #include <atomic>
@@ -17,8 +18,8 @@ namespace hp {
 class Pool {
  public:
   // `threads` counts the caller. `cores`: the logical CPU of each thread, the caller's first; empty: not pinned.
-  // `spins`: polls for work before a thread sleeps.
-  Pool(int threads, const std::vector<int>& cores, std::int64_t spins);
+  // `spin_us`: microseconds of polling for work before a thread sleeps.
+  Pool(int threads, const std::vector<int>& cores, std::int64_t spin_us);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -51,16 +52,20 @@ class Pool {
   using Body = void (*)(const void*, std::int64_t, int);
   void dispatch(std::int64_t chunks, Body body, const void* work);
   void serve(int thread);
+  bool poll(std::uint32_t seen) const;
   void take_chunks(int thread);
 
   std::vector<std::thread> workers_;
-  const std::int64_t spins_;
-  Body body_ = nullptr;
-  const void* work_ = nullptr;
-  std::int64_t chunks_ = 0;
-  alignas(kAlignment) std::atomic<std::int64_t> next_{0};
+  const std::int64_t spin_us_;
+  // What is to be done. Written while `next_` hands nothing out; whoever then gets a chunk of `next_` read these whole.
+  std::atomic<Body> body_{nullptr};
+  std::atomic<const void*> work_{nullptr};
+  std::atomic<std::int64_t> chunks_{0};
+  // The number of the dispatch in the upper half, that of the next chunk in the lower: a thread that comes late for one
+  // dispatch cannot take a chunk of another by mistake.
+  alignas(kAlignment) std::atomic<std::uint64_t> next_{0};
+  alignas(kAlignment) std::atomic<std::int64_t> done_{0};
   alignas(kAlignment) std::atomic<std::uint32_t> epoch_{0};
-  alignas(kAlignment) std::atomic<int> busy_{0};
   std::atomic<bool> stopping_{false};
 };
 

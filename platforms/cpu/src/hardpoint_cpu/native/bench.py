@@ -1,0 +1,147 @@
+"""Kernels beside what torch has for the same: ``python -m hardpoint_cpu.native.bench``.
+
+Both sides take turns in one process, on weights that lie further apart than caches reach, as in a model whose layers
+come one after the other. What counts is the ratio: absolute figures move with the machine's other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint_cpu.host import Host
+from hardpoint_cpu.native.build import KernelBuild, cache_folder, find_compiler
+from hardpoint_cpu.native.levels import named_level
+from hardpoint_cpu.native.library import NativeLibrary
+
+__all__ = ["KINDS", "Kind", "Measurement", "main", "measure"]
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+# Outputs and inputs of SmolLM2-135M: fused q, k and v; attention's output; gate and up; down; head.
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
+ROWS = (1, 8, 32, 128, 1024)
+# Longer than anybody waits: a head over a thousand rows is not computed in one step.
+MOST_OPERATIONS = 2e10
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to keep a weight. ``prepare`` makes of a float32 [O, I] our product and torch's, for x float32 [T, I]."""
+
+    name: str
+    bytes_per_weight: float
+    prepare: Callable[[NativeLibrary, torch.Tensor], tuple[Product, Product]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Medians in seconds of ``ours`` and ``theirs``; ``weight_bytes`` and ``operations`` of one product."""
+
+    kind: str
+    outputs: int
+    inputs: int
+    rows: int
+    ours: float
+    theirs: float
+    weight_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        """Above one: ours is faster."""
+        return self.theirs / self.ours
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.outputs * self.inputs * self.rows
+
+    def line(self) -> str:
+        return (
+            f"{self.kind:6} {self.outputs:6}x{self.inputs:<5} {self.rows:5} {self.ours * 1e6:10.0f} "
+            f"{self.theirs * 1e6:10.0f} {self.ratio:6.2f} {self.operations / self.ours / 1e9:9.0f} "
+            f"{self.weight_bytes / self.ours / 1e9:7.1f}"
+        )
+
+
+HEADER = (
+    f"{'kind':6} {'weight':>12} {'rows':>5} {'ours us':>10} {'torch us':>10} {'ratio':>6} {'GFLOP/s':>9} {'GB/s':>7}"
+)
+
+
+def _float32(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    return library.linear_f32(weight), lambda x: torch.nn.functional.linear(x, weight)
+
+
+def _bfloat16(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    half = weight.bfloat16()
+    return library.linear_bf16(half), lambda x: torch.nn.functional.linear(x.bfloat16(), half).float()
+
+
+KINDS: tuple[Kind, ...] = (Kind("f32", 4, _float32), Kind("bf16", 2, _bfloat16))
+
+
+def measure(
+    library: NativeLibrary,
+    kinds: Sequence[Kind] = KINDS,
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: Sequence[int] = ROWS,
+    repeats: int = 15,
+    rotated_bytes: int = 160 << 20,
+) -> Iterator[Measurement]:
+    """Every kind, shape and number of rows in turn; weights of ``rotated_bytes`` are used one after the other."""
+    for kind, (outputs, inputs) in itertools.product(kinds, shapes):
+        size = kind.bytes_per_weight * outputs * inputs
+        copies = max(1, min(repeats, int(rotated_bytes // size)))
+        pairs = [kind.prepare(library, torch.randn(outputs, inputs)) for _ in range(copies)]
+        for count in rows:
+            if 2.0 * outputs * inputs * count > MOST_OPERATIONS:
+                continue
+            ours, theirs = _alternate(pairs, torch.randn(count, inputs), repeats)
+            yield Measurement(kind.name, outputs, inputs, count, ours, theirs, size)
+
+
+def _alternate(pairs: Sequence[tuple[Product, Product]], x: torch.Tensor, repeats: int) -> tuple[float, float]:
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(repeats + 1):
+        for product, taken in zip(pairs[repeat % len(pairs)], seconds, strict=True):
+            began = time.perf_counter()
+            product(x)
+            taken.append(time.perf_counter() - began)
+    # The first ones make room for the results.
+    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table. Raises ``KernelBuildError`` where kernels cannot be compiled."""
+    parser = argparse.ArgumentParser(prog="python -m hardpoint_cpu.native.bench", description=__doc__)
+    parser.add_argument("--level", default="auto", help="level of the kernels")
+    parser.add_argument("--threads", type=int, default=len(Host().physical_cores()))
+    parser.add_argument("--kinds", nargs="*", default=[kind.name for kind in KINDS])
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rotated-mib", type=int, default=160)
+    given = parser.parse_args(arguments)
+    host = Host()
+    level = named_level(given.level, platform.machine(), host.cpu_flags())
+    torch.set_num_threads(given.threads)
+    library = NativeLibrary(KernelBuild(level, cache_folder(), find_compiler()).compile(), threads=given.threads)
+    print(f"{host.model_name()}, {given.threads} threads, {library.isa}, torch {torch.__version__}")
+    print(HEADER)
+    kinds = [kind for kind in KINDS if kind.name in given.kinds]
+    rotated = given.rotated_mib << 20
+    for found in measure(library, kinds, rows=given.rows, repeats=given.repeats, rotated_bytes=rotated):
+        print(found.line(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
