@@ -55,9 +55,13 @@ Launcher = Callable[[str, Mapping[str, Any], frozenset[ProcessRole]], Launch]
 
 
 def launch_model(model: str, settings: Mapping[str, Any], roles: frozenset[ProcessRole]) -> Launch:
-    """``settings`` are the command line's in their Python spelling. Raises what ``prepare`` raises."""
-    engine = EngineConfig.sections(model, **settings)
-    return launch_config(settle({"engines": {str(engine["model"].get("served_name") or model): engine}}), roles)
+    """``settings`` are the command line's in their Python spelling, and ``plugins``: options by kind and name.
+
+    Raises what ``prepare`` raises.
+    """
+    engine = EngineConfig.sections(model, **{key: settings[key] for key in settings if key != "plugins"})
+    engines = {str(engine["model"].get("served_name") or model): engine}
+    return launch_config(settle({"engines": engines, "plugins": settings.get("plugins", {})}), roles)
 
 
 def launch_config(config: AppConfig, roles: frozenset[ProcessRole]) -> Launch:

@@ -49,14 +49,17 @@ def build_engine(spec: EngineSpec, runtime: PluginRuntime) -> EngineCore:
 
 
 def _build_around(spec: EngineSpec, runtime: PluginRuntime, executor: Executor) -> EngineCore:
+    hooks = HookRunner.from_runtime(runtime)
     executor.collective_rpc("init_device")
+    hooks.call("startup_phase", phase="weights")
     executor.collective_rpc("load_model")
-    kv_cache = _plan_kv_cache(spec, runtime, executor)
-    executor.initialize_kv_cache(kv_cache)
+    hooks.call("startup_phase", phase="kv_cache")
+    executor.initialize_kv_cache(kv_cache := _plan_kv_cache(spec, runtime, executor))
     names = {"limits": spec.limits, "kv_cache": kv_cache, "hash_algorithm": runtime.plan.selected("hash").name}
     scheduler: Scheduler = runtime.make_selected("scheduler", SchedulerContext, **names)
+    hooks.call("startup_phase", phase="warm_up")
     executor.collective_rpc("warm_up")
-    hooks = HookRunner.from_runtime(runtime)
+    hooks.call("startup_phase", phase="ready")
     return EngineCore(
         scheduler,
         executor,

@@ -196,9 +196,9 @@ class EngineCore:
         if self._pipeline.has_work():
             self._needs_check = True
             steps = self.num_steps
-            self._deliver(self._pipeline.advance())
+            self._deliver(outputs := self._pipeline.advance())
             if self.num_steps > steps:
-                self._hook("step_finished", stats=self.scheduler.stats())
+                self._hook("step_finished", stats=self.scheduler.stats(), outputs=outputs)
         elif self._needs_check:
             self._needs_check = False
             self.scheduler.check_integrity()

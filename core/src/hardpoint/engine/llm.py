@@ -38,7 +38,8 @@ DEFAULT_MAX_TOKENS = 256
 class LLM(ModelFront, AbstractContextManager["LLM"]):
     """``LLM("smollm2").generate(["Hello"])``. Not thread-safe; use it as a context manager or call :meth:`shutdown`.
 
-    ``settings`` are the command line's in their Python spelling (``dtype="bfloat16"``, ``max_num_seqs=8``).
+    ``settings`` are the command line's in their Python spelling (``dtype="bfloat16"``, ``max_num_seqs=8``); ``plugins``
+    maps kind and name of plugins to their options, as in a configuration file.
     ``launch`` turns name and settings into a spec and this process's plugins.
     """
 

@@ -18,7 +18,7 @@ A process creates its hooks before anything else and keeps them to its end, howe
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Set
+from collections.abc import MutableMapping, Sequence, Set
 from typing import Any
 
 import pluggy
@@ -78,8 +78,13 @@ class HookSpecs:
         """Engine: the terminal output of a request, exactly once per request, whatever its fate."""
 
     @hookspec
-    def step_finished(self, stats: Any) -> None:
-        """Engine: after every step, with that step's scheduler statistics."""
+    def step_finished(self, stats: Any, outputs: Sequence[Any]) -> None:
+        """Engine: after every step, with that step's scheduler statistics and the ``EngineOutput`` that it brought."""
+
+    @hookspec
+    def startup_phase(self, phase: str) -> None:
+        """The engine's process, while an engine starts: ``phase`` begins, one of ``weights``, ``kv_cache``,
+        ``warm_up``, and ``ready`` at the end. A worker in the same process may tell of further ones in between."""
 
     @hookspec
     def model_loaded(self, model_name: str, rank: int, load_seconds: float) -> None:

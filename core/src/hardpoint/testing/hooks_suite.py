@@ -66,7 +66,8 @@ def occasions() -> dict[str, list[dict[str, Any]]]:
             {"request": one} for one in (request(), request("s", tenant="t", cache_salt="c", deadline=9e9, priority=-1))
         ],
         "request_finished": [{"output": output} for output in ended],
-        "step_finished": [{"stats": one} for one in stats],
+        "step_finished": [{"stats": one, "outputs": ended[:1]} for one in stats],
+        "startup_phase": [{"phase": phase} for phase in ("weights", "packing", "kv_cache", "warm_up", "ready")],
         "model_loaded": [
             {"model_name": name, "rank": rank, "load_seconds": seconds}
             for name, rank, seconds in (("m", 0, 0.0), ("org/Ünï-☃ {0} %s", 7, 1234.5))
@@ -204,7 +205,7 @@ class HooksSuite(PluginSuite):
     def _serve(self, call: Callable[..., Any], name: str, count: int) -> None:
         for number in range(count):
             call("request_added", request=request(f"{name}-{number}"))
-            call("step_finished", stats=SchedulerStats(step_id=number))
+            call("step_finished", stats=SchedulerStats(step_id=number), outputs=())
             call("request_finished", output=EngineOutput(f"{name}-{number}", [7], FinishReason.LENGTH))
 
     def test_settings_are_edited_once(self, call: Callable[..., Any]) -> None:

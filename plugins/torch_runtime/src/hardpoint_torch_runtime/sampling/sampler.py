@@ -15,6 +15,7 @@ import torch
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
 from hardpoint.interfaces.step import LogprobArrays
+from hardpoint_torch_runtime.runner.buffers import is_host_memory
 from hardpoint_torch_runtime.sampling.constraints import add_bias, apply_penalties, exclude, keep_legal, keep_only
 from hardpoint_torch_runtime.sampling.logprobs import RankedLogprobs, gather_logprobs, index_tensor, rank_logprobs
 from hardpoint_torch_runtime.sampling.metadata import SamplingMetadata
@@ -225,7 +226,7 @@ def _best_on_host(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     What is in host memory is read where it is, by this thread alone: waking a pool takes longer than the search, and
     whoever computes at the same time keeps the other cores. A row with NaN has NaN as its largest.
     """
-    if logits.device.type != "cpu" or logits.dtype is not torch.float32:
+    if logits.dtype is not torch.float32 or not is_host_memory(logits.device):
         best = logits.max(dim=-1)
         return best.indices.cpu().numpy().astype(np.int32), best.values.to(torch.float32).cpu().numpy()
     rows = logits.numpy()
