@@ -47,7 +47,7 @@ def load(level: str = _BEST.name, threads: int = 2, spin_us: int = 100) -> Nativ
 
 @pytest.fixture
 def load_native() -> Callable[..., NativeLibrary]:
-    """``load_native(level, threads=2, spin_us=100)``: of ``level`` (the best), compiled where they are not yet, once."""
+    """``load_native(level, threads=2, spin_us=100)``: of ``level`` (the best), compiled if need be, loaded once."""
     return load
 
 
