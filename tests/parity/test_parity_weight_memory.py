@@ -40,6 +40,8 @@ import sys
 from pathlib import Path
 import torch
 from hardpoint.interfaces.model_source import ModelArtifact
+from hardpoint.interfaces.plugin import ProcessRole, declaration_of
+from hardpoint.interfaces.worker import WorkerContext
 from hardpoint_testing_torch import PlainAttentionBackend, create_model, installed_factory, installed_loader
 from hardpoint_testing_torch import worker_config
 from hardpoint_torch_runtime import load_weights
@@ -48,14 +50,21 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
-name, root, dtype, *files = sys.argv[1:]
+name, root, dtype, method, *files = sys.argv[1:]
 loader = installed_loader(name)
 artifact = ModelArtifact(name="m", root=root, files=tuple(files), source="local")
 info = loader.describe(artifact)
 config = worker_config(info, dtype=dtype, block_size=16)
-model, _ = create_model(installed_factory("model", info.architecture), config, PlainAttentionBackend())
+quantization = None
+if method != "none":
+    context = WorkerContext(name=method, api_version=1, roles=frozenset({ProcessRole.WORKER}), rank=0, config=config)
+    factory = installed_factory("quantization", method)
+    quantization = factory(context, declaration_of(factory).options())
+model, _ = create_model(
+    installed_factory("model", info.architecture), config, PlainAttentionBackend(), quantization=quantization
+)
 for parameter in model.parameters():
-    parameter.data.fill_(1.0)
+    parameter.data.fill_(1)
 if name == "gguf":
     # What the unpacking library keeps of itself, and its first scratch memory.
     next(tensor for tensor in loader.tensors(info) if "mlp" in tensor.name)
@@ -77,9 +86,10 @@ def tensors() -> dict[str, np.ndarray]:
     return {f"{name}.weight": np.full(shape, 0.01, dtype=np.float32) for name, shape in shapes.items()}
 
 
-def load(name: str, folder: Path, dtype: str) -> tuple[int, int, int]:
+def load(name: str, folder: Path, dtype: str, method: str = "none") -> tuple[int, int, int]:
     """By how many bytes memory grew at most, how many were stored, and how many the parameters have."""
-    command = [sys.executable, "-c", CHILD, name, str(folder), dtype, *sorted(path.name for path in folder.iterdir())]
+    files = sorted(path.name for path in folder.iterdir())
+    command = [sys.executable, "-c", CHILD, name, str(folder), dtype, method, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     grown, stored, held = (int(number) for number in done.stdout.split())
@@ -108,6 +118,18 @@ def test_a_model_of_many_shards_is_never_in_memory_twice(dtype: str, tmp_path: P
     assert num_bytes == sum(array.nbytes for _, array in stored) > 75e6
     assert held == num_bytes // (1 if dtype == "float32" else 2)
     assert grown < 3 * LARGEST, f"loading {num_bytes} bytes took {grown} bytes beside the parameters"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_weights_are_quantized_as_they_come(method: str, tmp_path: Path) -> None:
+    """Beside the quantized weights there is one tensor of floats at a time, and never a layer of them."""
+    save_file(tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    grown, num_bytes, held = load("safetensors", tmp_path, "float32", method)
+    assert held < num_bytes / 3.9
+    assert grown < 3 * LARGEST, f"quantizing {num_bytes} bytes took {grown} bytes beside the parameters"
 
 
 @pytest.mark.slow
