@@ -18,7 +18,10 @@ STAMP := $(VENV)/.installed-$(SETUP_KEY)
 
 TEST_ARGS ?=
 SERVE_ARGS ?=
+# Of `make bench`: further options, and a folder with an environment for each engine to compare with.
 BENCH_ARGS ?=
+BENCH_PEERS ?= build/peers
+BENCH_RESULT ?= build/performance.json
 
 .DEFAULT_GOAL := help
 .PHONY: help setup kernels demo serve test test-slow lint format bench clean distclean
@@ -30,7 +33,7 @@ help:
 	@echo "make test-slow  the slow tests only"
 	@echo "make lint       ruff, mypy, import contracts"
 	@echo "make format     let ruff rewrite the sources"
-	@echo "make bench      benchmark of the demo model (BENCH_ARGS=...)"
+	@echo "make bench      measure the demo model and write docs/performance.md anew (BENCH_PEERS=folder, BENCH_ARGS=...)"
 	@echo "make clean      remove caches and build outputs; make distclean also removes $(VENV)"
 
 setup: $(STAMP)
@@ -85,8 +88,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# An hour or more with peers. What was measured so far is kept in $(BENCH_RESULT); remove it to begin anew.
 bench: kernels
-	@exec $(BIN)/hardpoint bench $(BENCH_ARGS)
+	@mkdir -p $(BENCH_PEERS)
+	@if [ -n "$$(ls $(BENCH_PEERS))" ]; then $(BIN)/hardpoint bench convert smollm2 --peers $(BENCH_PEERS); fi
+	@$(BIN)/hardpoint bench suite smollm2 --peers $(BENCH_PEERS) --output $(BENCH_RESULT) $(BENCH_ARGS)
+	@$(BIN)/hardpoint bench scaling smollm2 --output $(BENCH_RESULT)
+	@$(BIN)/hardpoint bench document $(BENCH_RESULT) --output docs/performance.md
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis htmlcov .coverage*

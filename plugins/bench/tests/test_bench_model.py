@@ -130,6 +130,37 @@ def test_what_an_engine_refuses_is_one_line(tiny: Path, mark: str, capsys: pytes
     assert marked_processes(mark) == []
 
 
+def test_a_suite_without_peers_has_figures_limits_and_targets(bench: Bench, tiny: Path, tmp_path: Path) -> None:
+    """No peer has anything in this class; those that are not installed are named."""
+    output = tmp_path / "result.json"
+    report = bench(
+        "suite", tiny, "--classes", "int8", "--workloads", "latency,prefix", "--shrink", 16, "--repeats", 1,
+        "--output", output,
+    )  # fmt: skip
+    assert report == json.loads(output.read_text(encoding="utf-8"))
+    measured = report["classes"]["int8"]
+    assert measured["faults"] == {}
+    assert "vllm" in {*report["missing_peers"], *measured["absent"]}
+    latency, prefix = measured["workloads"]["latency"], measured["workloads"]["prefix"]
+    assert latency["settings"]["precision"].startswith("int8 weights, int8 activations")
+    assert prefix["figures"]["cached_tokens"]["median"] > 0
+    assert 0 < latency["fractions"]["decode_tokens_per_s"] < 1
+    assert all(rate > 0 for rate in report["roofline"].values())
+    words = {row["workload"]: row["why"] for row in report["targets"]}
+    assert (words["latency"], words["throughput"]) == ("no peer took part", "this workload was not run")
+
+
+def test_scaling_has_a_row_for_every_size_and_three_profiles(bench: Bench, tiny: Path) -> None:
+    report = bench("scaling", tiny, "--shrink", 32, "--repeats", 1)
+    assert [row["num_requests"] for row in report["batch"]] == [1, 2, 4, 8]
+    assert [row["prompt_length"] for row in report["context"]] == [4, 8, 16, 32, 64, 128, 256]
+    assert [row["threads"] for row in report["threads"]] == [1]
+    for profile in report["profiles"].values():
+        assert sum(profile["groups"].values()) == pytest.approx(1)
+        assert 0 < profile["kernels"] < 1
+        assert profile["groups"]["other"] < 0.2
+
+
 def interpreter_with(module: str, variable: str) -> str:
     """One that has a peer: named by ``variable``, or this one. Skips the test where there is none."""
     python = os.environ.get(variable) or (sys.executable if importlib.util.find_spec(module) else None)

@@ -52,6 +52,7 @@ class Scene:
             repeats=2,
             seed=0,
             threads=2,
+            shrink=1,
             peaks=lambda threads: PEAKS,
             keep=lambda found: self.kept.append(json.loads(json.dumps(found))),
             ours=write_side(folder, "hardpoint", facts, 1.5),
@@ -126,7 +127,7 @@ def test_the_table_has_a_line_per_side_and_one_per_target(scene: Scene) -> None:
     text = suite_table(scene.suite.result)
     assert "1.5 [1.5–1.5]" in text
     assert "llama.cpp, prefix: " in text
-    assert text.count(" met") == 2
+    assert text.count(" met") == sum(row["met"] is True for row in scene.suite.result["targets"]) > 0
     assert "not measured: ConfigError: no such quantization" in text
 
 

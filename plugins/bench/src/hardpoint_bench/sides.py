@@ -52,11 +52,15 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run of a side. ``phases``: seconds since its process was started, by phase, in their order."""
+    """One run of a side. ``phases``: seconds since its process was started, by phase, in their order.
+
+    ``stacks``: of a sampled run, seconds by stack of Python frames, the innermost last.
+    """
 
     run: Run
     peak_memory_mib: float
     phases: Mapping[str, float]
+    stacks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -112,9 +116,12 @@ class Side:
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> Result:
-        """All ``prompts`` at once. Raises :class:`SideFault` when fewer tokens came than were asked for."""
-        answer = self._ask({"prompts": prompts, "output_len": output_len})
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int, *, sample_every_s: float | None = None) -> Result:
+        """All ``prompts`` at once, with samples of what runs if asked for.
+
+        Raises :class:`SideFault` when fewer tokens came than were asked for.
+        """
+        answer = self._ask({"prompts": prompts, "output_len": output_len, "sample_every_s": sample_every_s})
         run = Run(**answer["run"])
         wanted = (sum(map(len, prompts)), output_len * len(prompts))
         if (run.num_prompt_tokens, run.num_output_tokens) != wanted:
@@ -122,7 +129,7 @@ class Side:
                 f"{self.program.name}: {wanted[0]} prompt and {wanted[1]} output tokens were asked for, "
                 f"{run.num_prompt_tokens} and {run.num_output_tokens} were computed"
             )
-        return Result(run, answer["peak_memory_mib"], answer["phases"])
+        return Result(run, answer["peak_memory_mib"], answer["phases"], answer["stacks"])
 
     def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one order."""

@@ -18,7 +18,7 @@ from hardpoint_bench.model_report import report_of
 from hardpoint_bench.peers import OURS
 from hardpoint_bench.roofline import Geometry, Limits, Machine, Stored, limits_of
 from hardpoint_bench.sides import Program
-from hardpoint_bench.stored import stored_in_class
+from hardpoint_bench.stored import stored_in_class, weights_of
 from hardpoint_bench.targets import verdicts
 from hardpoint_bench.workloads import Workload
 
@@ -32,7 +32,8 @@ Result = dict[str, Any]
 class Suite:
     """``config`` is ours without a class; ``keep`` gets the whole result whenever there is more of it.
 
-    ``peaks`` measures the machine: before the first workload and after each class.
+    ``shrink``: by what the sizes of ``workloads`` were divided. ``peaks`` measures the machine, before the first
+    workload and after each class.
     """
 
     config: AppConfig
@@ -41,6 +42,7 @@ class Suite:
     repeats: int
     seed: int
     threads: int
+    shrink: int
     peaks: Callable[[int], Mapping[str, float]]
     keep: Callable[[Result], None]
     ours: Program = OURS
@@ -50,7 +52,7 @@ class Suite:
     def run(self, classes: Sequence[PrecisionClass]) -> Result:
         """Raises ``SideFault`` where the machine cannot be measured; what fails in one class is told in the result."""
         (engine,) = self.config.engines.values()
-        settings = {"repeats": self.repeats, "id_seed": self.seed, "threads": self.threads}
+        settings = {"repeats": self.repeats, "id_seed": self.seed, "threads": self.threads, "shrink": self.shrink}
         self.result |= {
             "model": engine.model.name,
             "settings": settings,
@@ -104,6 +106,9 @@ class Suite:
         (engine,) = self.config.engines.values()
         report = report_of(contest, engine.model.name, settings, starts=starts)
         del report["machine"], report["model"]
+        if stored := weights_of(Path(contest.ours.facts["model_path"])):
+            said = report["settings"]["precision"]
+            report["settings"]["precision"] = said.replace("as in the file", f"as in the file ({stored})")
         for peer in report["peers"].values():
             # Where things lie on this machine tells nothing to others.
             peer["model"] = Path(peer["model"]).name

@@ -20,14 +20,16 @@ from hardpoint_bench.inventory import MODELS, Inventory
 from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.peaks import measure_peaks
 from hardpoint_bench.peers import OURS, PEERS, paths_by_peer
+from hardpoint_bench.scaling import Scaling
 from hardpoint_bench.sides import PROGRAMS, Side, SideFault
 from hardpoint_bench.suite import Suite, shrunk
-from hardpoint_bench.suite_report import suite_table
+from hardpoint_bench.suite_report import scaling_table, suite_table
 from hardpoint_bench.workloads import BY_COMMAND, Workload
 
-__all__ = ["config_of", "facts_of", "known_values", "run_convert", "run_suite"]
+__all__ = ["config_of", "facts_of", "known_values", "run_convert", "run_scaling", "run_suite"]
 
 _REPEATS = 5
+_SCALING_REPEATS = 3
 
 
 def run_suite(arguments: argparse.Namespace, model: str | None) -> int:
@@ -59,12 +61,32 @@ def run_suite(arguments: argparse.Namespace, model: str | None) -> int:
         repeats=_REPEATS if arguments.repeats is None else arguments.repeats,
         seed=values["id-seed"],
         threads=threads,
+        shrink=values["shrink"],
         peaks=measure_peaks,
         keep=keep,
         result=result,
     )
     result = suite.run(classes)
     print(json.dumps(result) if arguments.json else suite_table(result))
+    return 0
+
+
+def run_scaling(arguments: argparse.Namespace, model: str | None) -> int:
+    """Raises ``ConfigError`` for what makes no run, and what our side raises."""
+    values = known_values(arguments, "scaling", ("output", "shrink", "threads", "id-seed"))
+    config = config_of(arguments, "scaling", model)
+    output = Path(values["output"]) if values["output"] else None
+    result = read_result(output) if output else {}
+    threads = values["threads"] or facts_of(config)["threads"]
+    machine = {**describe_machine(), "threads": threads}
+    if output:
+        check_same(output, result, model or "", machine)
+    repeats = _SCALING_REPEATS if arguments.repeats is None else arguments.repeats
+    found = Scaling(config, repeats, values["id-seed"], threads, shrink=values["shrink"]).run()
+    if output:
+        result |= {"model": model, "machine": result.get("machine") or machine, "scaling": found}
+        write_text(output, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(found) if arguments.json else scaling_table(found))
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hardpoint_bench.model_report import aligned
 
-__all__ = ["COLUMNS", "cell", "suite_table", "verdict_word"]
+__all__ = ["COLUMNS", "cell", "scaling_table", "suite_table", "verdict_word"]
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("latency", "ttft_s", "a TTFT s"),
@@ -19,6 +19,7 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
     ("startup", "peak_memory_mib", "e MiB"),
 )
 """Workload, figure and heading of what is compared."""
+_RATES = ("output_tokens_per_s", "prompt_tokens_per_s")
 
 
 def suite_table(result: Mapping[str, Any]) -> str:
@@ -37,6 +38,26 @@ def suite_table(result: Mapping[str, Any]) -> str:
         for row in result["targets"]
     ]
     return "\n".join([*lines, "", *aligned([["class", "workload", "target", "reached", "peer", ""], *rows])])
+
+
+def scaling_table(found: Mapping[str, Any]) -> str:
+    """A line per size, then one per group of a profile."""
+    lines = [found["precision"]]
+    for name, size in (("batch", "num_requests"), ("context", "prompt_length")):
+        rows = [[name, "step ms", "output tok/s", "prompt tok/s"]]
+        for row in found[name]:
+            figures = (row["step_s"]["median"] * 1e3, *(row[rate]["median"] for rate in _RATES))
+            rows.append([str(row[size]), *map(_number, figures)])
+        lines += ["", *aligned(rows)]
+    rows = [["threads", "single tok/s", "batch tok/s"]]
+    for row in found["threads"]:
+        rates = (row["single"]["decode_tokens_per_s"]["median"], row["batch"]["output_tokens_per_s"]["median"])
+        rows.append([str(row["threads"]), *map(_number, rates)])
+    lines += ["", *aligned(rows)]
+    profiles = found["profiles"]
+    groups = dict.fromkeys(group for profile in profiles.values() for group in profile["groups"])
+    shares = [[name, *(f"{one['groups'].get(name, 0):.1%}" for one in profiles.values())] for name in groups]
+    return "\n".join([*lines, "", *aligned([["share of time", *profiles], *shares])])
 
 
 def _sides(workloads: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, TextIO
 
 FRAMEWORK = "torch"
@@ -77,6 +77,52 @@ class FrameworkClock:
         return spec
 
 
+class StackSampler:
+    """Where the main thread spends its time: stacks of Python frames, sampled by a timer of the wall clock.
+
+    A context manager. A sample stands for the time since the one before, so that a long call into a library, during
+    which no sample can be taken, counts in full with its caller. What sampling takes is left out.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval = interval_s
+        self._seconds: dict[tuple[CodeType, ...], float] = {}
+        self._modules: dict[CodeType, str] = {}
+        self._since = 0.0
+
+    def __enter__(self) -> StackSampler:
+        signal.signal(signal.SIGALRM, self._sample)
+        self._since = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, self._interval, self._interval)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+    def _sample(self, number: int, frame: FrameType | None) -> None:
+        del number
+        elapsed = time.perf_counter() - self._since
+        stack = []
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._modules:
+                self._modules[code] = frame.f_globals.get("__name__", "?")
+            stack.append(code)
+            frame = frame.f_back
+        key = tuple(stack)
+        self._seconds[key] = self._seconds.get(key, 0.0) + elapsed
+        self._since = time.perf_counter()
+
+    def folded(self) -> dict[str, float]:
+        """Seconds by stack, which is ``module:function`` from the outermost frame to the innermost, with ``;``."""
+        found: dict[str, float] = {}
+        for stack, seconds in self._seconds.items():
+            name = ";".join(f"{self._modules[code]}:{code.co_name}" for code in reversed(stack))
+            found[name] = found.get(name, 0.0) + seconds
+        return found
+
+
 def peak_memory_mib(pid: int | None = None) -> float:
     """Largest resident size so far, of the process and those it started that still run; shared pages count in each."""
     folder = Path("/proc") / str(os.getpid() if pid is None else pid)
@@ -106,9 +152,16 @@ def serve(adapter: str, orders: TextIO, answers: TextIO, begun: float) -> int:
             answer({"ready": engine.facts})
             for line in iter(orders.readline, ""):
                 order = json.loads(line)
-                run = engine.run(order["prompts"], order["output_len"])
+                stacks: dict[str, float] = {}
+                if interval := order.get("sample_every_s"):
+                    with StackSampler(interval) as sampler:
+                        run = engine.run(order["prompts"], order["output_len"])
+                    stacks = sampler.folded()
+                else:
+                    run = engine.run(order["prompts"], order["output_len"])
                 phases.begin("further")
-                answer({"run": run, "peak_memory_mib": peak_memory_mib(), "phases": phases.seconds})
+                memory = peak_memory_mib()
+                answer({"run": run, "peak_memory_mib": memory, "phases": phases.seconds, "stacks": stacks})
         finally:
             engine.close()
     except Exception as error:
