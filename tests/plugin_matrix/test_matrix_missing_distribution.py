@@ -38,7 +38,9 @@ class Need:
 
 
 NEEDS: Mapping[str, Need] = {
-    "hardpoint-attention": Need(GENERATE, ("hardpoint.attention_backend.v1:torch_reference",)),
+    "hardpoint-attention": Need(
+        (*GENERATE, "--attention-backend", "torch_reference"), ("hardpoint.attention_backend.v1:torch_reference",)
+    ),
     "hardpoint-bench": Need(("bench", MODEL), ("'bench'", "hardpoint.cli_command.v1:bench"), 2),
     "hardpoint-cpu": Need(GENERATE, ("no platform plugin is installed", "hardpoint.platform.v1:")),
     "hardpoint-executors": Need(GENERATE, ("executor plugin 'uniproc'", "hardpoint.executor.v1:uniproc")),

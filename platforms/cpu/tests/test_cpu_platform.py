@@ -154,7 +154,7 @@ class TestDevice:
     def test_attention_candidates_are_configurable(self, tmp_path: Path) -> None:
         platform = CpuPlatform(CpuOptions(attention_backends=("a", "b")), fabricate(tmp_path))
         assert platform.attention_candidates() == ("a", "b")
-        assert CpuPlatform(host=fabricate(tmp_path)).attention_candidates() == ("torch_reference",)
+        assert CpuPlatform(host=fabricate(tmp_path)).attention_candidates() == ("cpu_paged", "torch_reference")
 
     def test_init_worker_sets_the_pools(self) -> None:
         """In a process of its own: the pools are fixed once used."""

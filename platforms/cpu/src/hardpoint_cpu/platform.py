@@ -53,7 +53,8 @@ class CpuOptions(BaseModel):
         default=512, gt=0, description="where `scheduler.max_num_batched_tokens` is unset"
     )
     attention_backends: tuple[str, ...] = Field(
-        default=("torch_reference",), description="`attention_backend` plugins to choose from, the best first"
+        default=("cpu_paged", "torch_reference"),
+        description="`attention_backend` plugins to choose from, the best first",
     )
     kernels: Literal["auto", "off"] = Field(
         default="auto", description="`off`: plain torch instead of compiled kernels, several times slower"
