@@ -56,7 +56,7 @@ class TorchWorkerOptions(BaseModel):
         default=(), description="`logits_processor` plugins to run, in this order"
     )
     warm_up_tokens: int = Field(
-        default=64, ge=1, description="tokens of the made-up prompt that is computed before the first request"
+        default=16, ge=1, description="tokens of the made-up prompts that are computed before the first request"
     )
     check_logits_processors: bool = Field(
         default=False, description="stop the step when a processor that declares itself argmax-invariant is not"

@@ -8,8 +8,10 @@ costs milliseconds.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ MAX_DIMS = 4
 MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 16
 
+_SETTLED_NS = 2_000_000_000
+"""A file changed more recently may change again within the resolution of its time stamp, and is read anew each time."""
 _ARRAY_DTYPES = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
                  12: "<f8"}  # fmt: skip
 
@@ -91,11 +95,28 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Parse the header of the GGUF file at ``path``.
+    """Parse the header of the GGUF file at ``path``; once as long as the file stays as it is, since description,
+    tokenizer and weights all start from it.
 
     Raises ``ModelFormatError`` naming the file for anything malformed, ``UnsupportedModelError`` for a tensor type
     that cannot be read.
     """
+    try:
+        found = path.stat()
+    except OSError:
+        return _parse(path)  # which tells what is wrong
+    if time.time_ns() - found.st_mtime_ns < _SETTLED_NS:
+        return _parse(path)
+    return _parse_once(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _parse_once(path: Path, identity: tuple[int, ...]) -> GgufFile:
+    del identity
+    return _parse(path)
+
+
+def _parse(path: Path) -> GgufFile:
     cursor = Cursor(map_file(path), str(path))
     num_tensors, num_metadata = _read_preamble(cursor)
     metadata: dict[str, Any] = {}

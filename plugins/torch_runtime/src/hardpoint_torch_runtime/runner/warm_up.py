@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -19,32 +21,42 @@ _SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, t
 def run_warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """A prefill of ``num_tokens`` and a decode, greedy and random. All KV goes to the null block, cleared afterwards.
 
-    A model that only pools embeds a prompt instead. Call it before the first step; slot 0 is free again afterwards.
+    A model that only pools embeds a prompt instead. Call it before the first step; the slots are free again afterwards.
     """
     if runner.flags.only_pools:
-        row = msgspec.structs.replace(_row(runner, num_tokens, _SAMPLINGS[0]), task="embed", pooling=PoolingParams())
-        step = _step(runner, num_computed=0, num_scheduled=num_tokens, row=row)
+        row = msgspec.structs.replace(_row(runner, 0, num_tokens, _SAMPLINGS[0]), task="embed", pooling=PoolingParams())
+        step = _step(runner, [0], computed=[0], scheduled=[num_tokens], rows=(row,))
         runner.execute(msgspec.structs.replace(step, samples=np.zeros(1, dtype=np.bool_)))
-        runner.execute(_step(runner, num_computed=0, num_scheduled=0, finished=True))
+        runner.execute(_step(runner, finished=[0]))
         return
-    for sampling in _SAMPLINGS:
-        runner.execute(_step(runner, num_computed=0, num_scheduled=num_tokens, row=_row(runner, num_tokens, sampling)))
-        runner.execute(_step(runner, num_computed=num_tokens, num_scheduled=1))
-        runner.execute(_step(runner, num_computed=0, num_scheduled=0, finished=True))
+    for rows in _passes(runner, num_tokens):
+        slots = range(len(rows))
+        starts = [len(row.token_ids) for row in rows]
+        runner.execute(_step(runner, slots, computed=[0] * len(rows), scheduled=starts, rows=rows))
+        runner.execute(_step(runner, slots, computed=starts, scheduled=[1] * len(rows)))
+        runner.execute(_step(runner, finished=slots))
     runner.kv.zero_blocks(_ints(NULL_BLOCK_ID))
+
+
+def _passes(runner: ModelRunner, num_tokens: int) -> list[tuple[NewRow, ...]]:
+    """What to compute together: everything, where the worker holds several rows, to take few forwards."""
+    greedy, random = _SAMPLINGS
+    if num_tokens < 2 or runner.state.slots.num_slots < 2:
+        return [(_row(runner, 0, num_tokens, sampling),) for sampling in _SAMPLINGS]
+    return [(_row(runner, 0, num_tokens - 1, greedy), _row(runner, 1, 1, random))]
 
 
 def _ints(*values: int) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
-def _row(runner: ModelRunner, num_tokens: int, sampling: SamplingParams) -> NewRow:
+def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingParams) -> NewRow:
     blocks = tuple(
         np.full(-(-(num_tokens + 1) // size), NULL_BLOCK_ID, dtype=np.int32) for size in runner.groups.block_sizes
     )
     return NewRow(
-        request_id="warm-up",
-        slot=0,
+        request_id=f"warm-up-{slot}",
+        slot=slot,
         generation=0,
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         num_prompt_tokens=num_tokens,
@@ -54,22 +66,27 @@ def _row(runner: ModelRunner, num_tokens: int, sampling: SamplingParams) -> NewR
 
 
 def _step(
-    runner: ModelRunner, *, num_computed: int, num_scheduled: int, row: NewRow | None = None, finished: bool = False
+    runner: ModelRunner,
+    slots: Sequence[int] = (),
+    *,
+    computed: Sequence[int] = (),
+    scheduled: Sequence[int] = (),
+    rows: tuple[NewRow, ...] = (),
+    finished: Sequence[int] = (),
 ) -> SchedulerOutput:
-    slots = _ints(0) if num_scheduled else _ints()
     none = BlockUpdate(np.zeros(len(slots), dtype=np.int32), _ints())
     return SchedulerOutput(
         step_id=0,
-        slots=slots,
-        generations=slots,
-        num_computed_tokens=np.full(len(slots), num_computed, dtype=np.int32),
-        num_scheduled_tokens=np.full(len(slots), num_scheduled, dtype=np.int32),
+        slots=_ints(*slots),
+        generations=np.zeros(len(slots), dtype=np.int32),
+        num_computed_tokens=_ints(*computed),
+        num_scheduled_tokens=_ints(*scheduled),
         samples=np.ones(len(slots), dtype=np.bool_),
-        new_rows=() if row is None else (row,),
+        new_rows=rows,
         new_blocks=(none,) * len(runner.groups.groups),
-        finished_slots=_ints(0) if finished else _ints(),
+        finished_slots=_ints(*finished),
         preempted_slots=_ints(),
         blocks_to_zero=_ints(),
         num_common_prefix_blocks=(0,) * len(runner.groups.groups),
-        num_tokens=num_scheduled,
+        num_tokens=sum(scheduled),
     )
