@@ -183,8 +183,7 @@ class DenseLinear final : public Linear {
       const std::int64_t last = first + (end - first) * (block + 1) / blocks;
       Ahead ahead{reinterpret_cast<const char*>(weight_.data() + panel * panel_size_) + kAheadBytes, 0};
       if (blocks == 1) {
-        // A single row keeps up with what the processor fetches by itself.
-        ahead.lines = last - row > 1 ? kStep * kPanel * std::int64_t{sizeof(T)} / kLine : 0;
+        ahead.lines = kStep * kPanel * std::int64_t{sizeof(T)} / kLine;
       } else if (steps > 0) {
         ahead.lines = ceil_div(lines, blocks * steps);
         ahead.at = reinterpret_cast<const char*>(weight_.data() + next * panel_size_) + block * steps * ahead.lines * kLine;
