@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from hardpoint.errors import ConfigError, ModelFormatError
 from hardpoint.interfaces.model_source import WeightTensor
 from hardpoint.interfaces.quantization import LinearShape
-from hardpoint_quantization.gguf_blocks import BLOCK_TYPES, READABLE_TYPES, decode_rows, q5_0_as_q8_0
+from hardpoint_quantization.gguf_blocks import BLOCK_TYPES, decode_rows
 from hardpoint_quantization.gguf_linear import GGUFLinear
 from hardpoint_torch_runtime.layers import DenseWeight, GGUFWeight, Placement
 
 CPU = torch.device("cpu")
-HALVES: Mapping[str, tuple[int, ...]] = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALVES: Mapping[str, tuple[int, ...]] = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,)}
 """Where a block's floats lie; at its beginning unless said otherwise."""
 
 
 def blocks(name: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
     """Random bytes whose floats are ordinary numbers."""
-    kind, generator = READABLE_TYPES[name], np.random.default_rng(seed)
+    kind, generator = BLOCK_TYPES[name], np.random.default_rng(seed)
     raw = generator.integers(0, 256, (rows, kind.row_bytes(inputs)), dtype=np.uint8)
     each = raw.reshape(-1, kind.num_bytes)
     for at in HALVES.get(name, (0,)):
@@ -66,19 +66,13 @@ class Layer:
         return self.method.apply(self.module, x, None)
 
 
-@pytest.mark.parametrize("name", READABLE_TYPES)
+@pytest.mark.parametrize("name", BLOCK_TYPES)
 @given(seed=st.integers(0, 1 << 16))
 @settings(max_examples=10)
 def test_blocks_mean_what_other_readers_make_of_them(name: str, seed: int) -> None:
     raw = blocks(name, 3, 512, seed)
     expected = torch.from_numpy(dequantize(raw, GGMLQuantizationType[name]))
-    assert torch.equal(decode_rows(READABLE_TYPES[name], torch.from_numpy(raw)), expected)
-
-
-def test_five_bits_fit_into_eight() -> None:
-    tensor = packed("Q5_0", 3, 64)
-    turned = q5_0_as_q8_0(torch.from_numpy(tensor.data))
-    assert torch.equal(decode_rows(BLOCK_TYPES["Q8_0"], turned), floats(tensor))
+    assert torch.equal(decode_rows(BLOCK_TYPES[name], torch.from_numpy(raw)), expected)
 
 
 @pytest.mark.parametrize("int8_activations", [False, True])
@@ -97,7 +91,7 @@ def test_a_fused_layer_may_mix_types(int8_activations: bool) -> None:
     assert error < (0.02 if int8_activations else 1e-5)
     stored = layer.method.stored(layer.module)
     assert isinstance(stored, GGUFWeight)
-    assert [(part.type_name, len(part.data)) for part in stored.parts] == [("Q4_K", 6), ("Q8_0", 4), ("Q8_0", 3)]
+    assert [(part.type_name, len(part.data)) for part in stored.parts] == [("Q4_K", 6), ("Q8_0", 4), ("Q5_0", 3)]
     assert (stored.input_size, stored.int8_activations) == (256, int8_activations)
 
 
@@ -142,12 +136,12 @@ def test_blocks_that_are_not_as_many_as_the_shape_says_are_refused(damage: str) 
 def test_what_is_no_known_block_makes_the_layer_dense_and_says_so() -> None:
     """Its other parts are unpacked with it."""
     values = torch.arange(128.0).view(2, 64)
-    unknown = WeightTensor("w", "gguf.q5_1", (2, 64), np.zeros((2, 48), np.uint8), lambda: values.numpy())
+    unknown = WeightTensor("w", "gguf.q2_9", (2, 64), np.zeros((2, 48), np.uint8), lambda: values.numpy())
     known, layer = packed("Q8_0", 2, 64), Layer(64, 4)
     layer.load(unknown, Placement((2, 64), 0, 0, 0, 2))
     layer.load(known, Placement((2, 64), 0, 0, 2, 2))
     layer.finish()
-    assert layer.reasons == ["stored as Q5_1, which no packed form is kept of"]
+    assert layer.reasons == ["stored as Q2_9, which no packed form is kept of"]
     stored = layer.method.stored(layer.module)
     assert isinstance(stored, DenseWeight)
     assert torch.equal(stored.weight, torch.cat([values, floats(known)]))

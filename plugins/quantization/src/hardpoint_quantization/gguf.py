@@ -15,7 +15,7 @@ from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.plugin import plugin
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerContext
-from hardpoint_quantization.gguf_blocks import READABLE_TYPES
+from hardpoint_quantization.gguf_blocks import BLOCK_TYPES
 from hardpoint_quantization.gguf_linear import GGUFLinear
 from hardpoint_quantization.online import ABSORBED
 from hardpoint_quantization.selection import Selection
@@ -42,7 +42,7 @@ class GGUFMethod(QuantizationMethod):
     """Every linear and the vocabulary as stored; what is not stored in blocks stays dense."""
 
     name = "gguf"
-    accepts_packed = frozenset(f"gguf.{kind.lower()}" for kind in READABLE_TYPES)
+    accepts_packed = frozenset(f"gguf.{kind.lower()}" for kind in BLOCK_TYPES)
 
     def __init__(self, options: GGUFOptions, ctx: WorkerContext) -> None:
         self._options = options

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["BLOCK_TYPES", "READABLE_TYPES", "BlockType", "decode_rows", "q5_0_as_q8_0"]
+__all__ = ["BLOCK_TYPES", "BlockType", "decode_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,46 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
 
 
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """[N, n] bytes to [N, 8 n], each bit as 16: what a number has above its nibble."""
+    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(2).bitwise_right_shift(bits) & 1).flatten(1) << 4
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _half(blocks, 0) * (numbers.to(torch.int8) - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + _half(blocks, 2)
+
+
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8)
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Eight groups of 32, whose scales and minimums have six bits each, spread over twelve bytes."""
+def _eight_groups(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """float32 [N, 256] of numbers [N, 8, 32]. Scales and minimums of the groups have six bits each, spread over twelve
+    bytes."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | (low >> 6) << 4), dim=1)
     minimums = torch.cat((middle & 63, (high >> 4) | (middle >> 6) << 4), dim=1)
-    numbers = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).unflatten(2, (2, 32)).flatten(1, 2)
     steps, offsets = _half(blocks, 0) * scales, _half(blocks, 2) * minimums
     return (steps.unsqueeze(2) * numbers - offsets.unsqueeze(2)).flatten(1)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    numbers = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).unflatten(2, (2, 32)).flatten(1, 2)
+    return _eight_groups(blocks, numbers)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Bit g of the byte i of 32 belongs to number i of group g."""
+    numbers = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).unflatten(2, (2, 32)).flatten(1, 2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
+    fifth = (blocks[:, 16:48].unsqueeze(1).bitwise_right_shift(shifts) & 1) << 4
+    return _eight_groups(blocks, numbers | fifth)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -81,27 +109,13 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
         for kind in (
             BlockType("Q4_0", 32, 18, _q4_0),
             BlockType("Q4_1", 32, 20, _q4_1),
+            BlockType("Q5_0", 32, 22, _q5_0),
+            BlockType("Q5_1", 32, 24, _q5_1),
             BlockType("Q8_0", 32, 34, _q8_0),
             BlockType("Q4_K", 256, 144, _q4_k),
+            BlockType("Q5_K", 256, 176, _q5_k),
             BlockType("Q6_K", 256, 210, _q6_k),
         )
     }
 )
 """What is kept as it is, by name."""
-
-
-def q5_0_as_q8_0(data: torch.Tensor) -> torch.Tensor:
-    """Rows of Q5_0 blocks, uint8 [R, bytes], as rows of Q8_0 blocks that mean exactly the same."""
-    blocks = data.reshape(-1, 22)
-    bits = torch.arange(8, dtype=torch.uint8, device=data.device)
-    fifth = (blocks[:, 2:6].unsqueeze(2).bitwise_right_shift(bits) & 1).flatten(1)
-    numbers = (_nibbles(blocks[:, 6:]) | fifth << 4).to(torch.int8) - 16
-    return torch.cat((blocks[:, :2], numbers.view(torch.uint8)), dim=1).reshape(len(data), -1)
-
-
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _q8_0(q5_0_as_q8_0(blocks))
-
-
-READABLE_TYPES: Mapping[str, BlockType] = MappingProxyType({**BLOCK_TYPES, "Q5_0": BlockType("Q5_0", 32, 22, _q5_0)})
-"""These and what is turned into one of them without loss."""

@@ -12,7 +12,7 @@ import torch
 from hardpoint.errors import ConfigError, ModelFormatError
 from hardpoint.interfaces.model_source import WeightTensor
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
-from hardpoint_quantization.gguf_blocks import BLOCK_TYPES, READABLE_TYPES, BlockType, decode_rows, q5_0_as_q8_0
+from hardpoint_quantization.gguf_blocks import BLOCK_TYPES, BlockType, decode_rows
 from hardpoint_quantization.grouped import product_of_pieces
 from hardpoint_quantization.online import CHUNK_WEIGHTS
 from hardpoint_torch_runtime.layers import DenseWeight, GGUFPart, GGUFWeight, Placement
@@ -53,17 +53,16 @@ class GGUFLinear(LinearMethod):
         """See ``PackedLinearMethod``. Raises ``ModelFormatError`` where the blocks are not as many as the shape says,
         ``ConfigError`` where ranks would cut through a block."""
         del parameter
-        name, data = block_name(tensor.dtype), shared_tensor(tensor.data)
-        if name is None or name not in READABLE_TYPES:
+        name = block_name(tensor.dtype)
+        if name is None or name not in BLOCK_TYPES:
             if tensor.dequantize is None:
                 raise ModelFormatError(f"tensor {tensor.name!r} is stored as {tensor.dtype!r}, which nothing unpacks")
             dense = shared_tensor(tensor.dequantize()).reshape(tensor.shape)
             self._keep(placement, name or tensor.dtype, placement.source(dense).to(self._dtype))
             return
-        _check(tensor, READABLE_TYPES[name])
-        if name not in BLOCK_TYPES:
-            name, data = "Q8_0", q5_0_as_q8_0(data)
-        self._keep(placement, name, _share(placement, BLOCK_TYPES[name], data, tensor.name))
+        kind = BLOCK_TYPES[name]
+        _check(tensor, kind)
+        self._keep(placement, name, _share(placement, kind, shared_tensor(tensor.data), tensor.name))
 
     def load_dense(self, layer: torch.nn.Module, placement: Placement, values: torch.Tensor) -> None:
         """See ``StreamingLinearMethod``."""

@@ -23,6 +23,9 @@ from hardpoint_torch_runtime.layers import NIBBLE_RUN, GroupedInt4Weight, Placem
 __all__ = ["Int4Linear", "Int4Method", "Int4Options", "create", "int4_groups", "int4_values"]
 
 LARGEST_INT4 = 15
+LARGEST_HALF = 65504.0
+SMALLEST_SCALE = 2.0**-12
+"""Of the loudest group: what float16 then rounds away of the softest is nothing beside a step of the loudest."""
 
 
 class Int4Options(OnlineOptions):
@@ -36,14 +39,22 @@ class Int4Options(OnlineOptions):
 
 def int4_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values uint8 [O, I / 2], scales and minimums float32 [O, I / G] of ``weight`` [O, I], as ``GroupedInt4Weight``
-    has them. Each group's range is cut into 15 equal steps; a group of equal weights is kept exactly."""
+    has them. Each group's range is cut into 15 equal steps; scales and minimums are numbers that float16 has, wherever
+    it has them well enough, so that kernels may keep them in two bytes."""
     groups = weight.float().unflatten(1, (-1, group_size))
     mins, highest = groups.aminmax(dim=2)
-    scales = (highest - mins) / LARGEST_INT4
+    scales, mins = _as_halves((highest - mins) / LARGEST_INT4, mins)
     divisors = torch.where(scales > 0, scales, 1.0)
     rounded = ((groups - mins.unsqueeze(2)) / divisors.unsqueeze(2)).round_().clamp_(0, LARGEST_INT4)
     runs = rounded.to(torch.uint8).view(len(weight), -1, 2, NIBBLE_RUN // 2)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1), scales, mins
+
+
+def _as_halves(scales: torch.Tensor, mins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded to float16, unless its range is too narrow for them: then they stay as they are."""
+    if not scales.numel() or not SMALLEST_SCALE <= float(scales.max()) < LARGEST_HALF > float(mins.abs().max()):
+        return scales, mins
+    return scales.half().float(), mins.half().float()
 
 
 def int4_values(values: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor) -> torch.Tensor:
