@@ -14,6 +14,7 @@ from hardpoint.errors import ConfigError
 from hardpoint_bench.charts import draw_charts
 from hardpoint_bench.document import chart_names, page
 from hardpoint_bench.document_command import RESULT
+from hardpoint_bench.suite_report import number
 from hardpoint_bench.targets import TARGETS
 from workspace import ROOT
 
@@ -66,7 +67,7 @@ def test_the_machine_is_described(result: dict[str, Any]) -> None:
 
 def test_every_engine_has_its_precision_beside_its_figures(result: dict[str, Any]) -> None:
     text = section(page(result, "x.json"), "float32")
-    ours, theirs, ratio, fraction = rows(text)[1:]
+    ours, theirs, ratio, fraction = rows(text)[1:5]
     assert ours[:2] == ["**hardpoint**", "float32 weights, activations and KV cache"]
     assert theirs[0] == "transformers"
     assert theirs[1].startswith("float32 weights and activations (version ")
@@ -76,6 +77,18 @@ def test_every_engine_has_its_precision_beside_its_figures(result: dict[str, Any
     assert fraction[3] == f"{latency['fractions']['decode_tokens_per_s']:.0%}"
     assert fraction[-1] == "–", "a start has no limit"
     assert "![Engines in the class fp32](performance/peers-fp32.svg)" in text
+
+
+def test_a_start_is_shown_by_phase(result: dict[str, Any]) -> None:
+    phases = result["classes"]["fp32"]["workloads"]["startup"]["phases"]
+    head, seconds = rows(section(page(result, "x.json"), "float32"))[-2:]
+    assert head == list(phases)
+    assert seconds == [number(one["median"]) for one in phases.values()]
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (99.96, "100"), (0.01234, "0.0123"), (None, "–")])
+def test_numbers_are_short_and_without_exponents(value: float | None, text: str) -> None:
+    assert number(value) == text
 
 
 def test_who_failed_or_took_no_part_is_told(result: dict[str, Any]) -> None:
@@ -92,7 +105,7 @@ def test_targets_say_what_was_reached(result: dict[str, Any]) -> None:
         if row["met"] is None:
             assert (reached, word) == ("–", f"not measured: {row['why']}")
         else:
-            assert (reached, word) == (f"{row['reached']:.3g}", "met" if row["met"] else "**missed**")
+            assert (reached, word) == (number(row["reached"]), "met" if row["met"] else "**missed**")
     assert found["4bit", "startup", "start_s ≤ 2.5"] == ["–", "–", "not measured"]
 
 
@@ -100,7 +113,7 @@ def test_limits_are_beside_what_was_reached(result: dict[str, Any]) -> None:
     text = section(page(result, "x.json"), "Limits of the machine")
     assert f"reading {result['roofline']['memory_read'] / 1e9:.1f} GB/s" in text
     latency = result["classes"]["fp32"]["workloads"]["latency"]
-    limit = f"{latency['limits']['decode_tokens_per_s']:.3g}"
+    limit = number(latency["limits"]["decode_tokens_per_s"])
     (found,) = [row for row in rows(text) if row[:3] == ["fp32", "latency", "decode_tokens_per_s"]]
     assert found[4] == limit
 

@@ -11,7 +11,8 @@ import pytest
 
 from hardpoint.config import AppConfig
 from hardpoint.errors import ConfigError
-from hardpoint_bench.classes import CLASSES, chosen_classes, variant_of
+from hardpoint_bench.classes import CLASSES, EXPORTS, VARIANTS, chosen_classes, variant_of
+from hardpoint_bench.convert_command import commands
 from hardpoint_bench.documents import check_same, read_result, write_text
 from hardpoint_bench.inventory import Inventory
 from hardpoint_bench.peers import PEERS
@@ -146,10 +147,24 @@ def test_peers_load_the_best_variant_that_is_there(tmp_path: Path) -> None:
     assert variant_of(fp32, "openvino-genai", tmp_path) is None
     assert variant_of(fp32, "transformers", None) == ""
     assert variant_of(four, "transformers", tmp_path) is None
-    (tmp_path / "fp32.gguf").touch()
-    assert variant_of(fp32, "openvino-genai", tmp_path) == str(tmp_path / "fp32.gguf")
-    (tmp_path / "openvino-fp32").mkdir()
-    assert variant_of(fp32, "openvino-genai", tmp_path) == str(tmp_path / "openvino-fp32")
+    int8 = CLASSES["int8"]
+    (tmp_path / "q8_0.gguf").touch()
+    assert variant_of(int8, "openvino-genai", tmp_path) == str(tmp_path / "q8_0.gguf")
+    (tmp_path / "openvino-int8").mkdir()
+    assert variant_of(int8, "openvino-genai", tmp_path) == str(tmp_path / "openvino-int8")
+
+
+def test_models_are_converted_by_what_is_installed(tmp_path: Path) -> None:
+    ours = commands(Path("model.gguf"), tmp_path)
+    assert list(ours) == list(VARIANTS)
+    assert ours["hf-w8a8"][-3:] == ("model.gguf", str(tmp_path / "models"), "hf-w8a8")
+    exporter = tmp_path / "convert" / "bin" / "optimum-cli"
+    exporter.parent.mkdir(parents=True)
+    exporter.touch()
+    found = commands(Path("model.gguf"), tmp_path)
+    assert list(found) == [*VARIANTS, *EXPORTS]
+    assert found["openvino-int4"][0] == str(exporter)
+    assert {name for one in CLASSES.values() for names in one.variants.values() for name in names} <= {"", *found}
 
 
 def test_peers_without_a_model_are_told(tmp_path: Path) -> None:

@@ -9,13 +9,22 @@ from types import MappingProxyType
 
 from hardpoint.errors import ConfigError
 
-__all__ = ["AS_IT_IS", "CLASSES", "VARIANTS", "PrecisionClass", "chosen_classes", "variant_of"]
+__all__ = ["AS_IT_IS", "CLASSES", "EXPORTS", "VARIANTS", "PrecisionClass", "chosen_classes", "variant_of"]
 
 AS_IT_IS = ""
 """In the place of a variant's name: the peer loads the very files that are measured here."""
 
 VARIANTS = ("fp32.gguf", "q8_0.gguf", "hf-fp32", "hf-w8a8")
 """What ``hardpoint bench convert`` writes."""
+
+EXPORTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "openvino-fp32": ("--weight-format", "fp32"),
+        "openvino-int8": ("--weight-format", "int8"),
+        "openvino-int4": ("--weight-format", "int4", "--group-size", "64", "--ratio", "1.0"),
+    }
+)
+"""What it writes beyond that where OpenVINO's own converter is installed, and how that is told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,8 @@ CLASSES: Mapping[str, PrecisionClass] = MappingProxyType(
                 {
                     "vllm": ("hf-fp32",),
                     "llama.cpp": ("fp32.gguf",),
-                    "openvino-genai": ("openvino-fp32", "fp32.gguf"),
+                    # It reads no float32 in a GGUF file.
+                    "openvino-genai": ("openvino-fp32",),
                     "transformers": ("hf-fp32", AS_IT_IS),
                 },
             ),

@@ -14,12 +14,13 @@ from hardpoint.config import add_arguments, load_config
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import CliCommand, NoOptions, PluginContext, plugin
 from hardpoint_bench.bounds import check_option
+from hardpoint_bench.convert_command import run_convert
 from hardpoint_bench.document_command import run_document
 from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
 from hardpoint_bench.model_command import run_model
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
-from hardpoint_bench.suite_command import run_convert, run_scaling, run_suite
+from hardpoint_bench.suite_command import run_scaling, run_suite
 from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
 
 __all__ = ["BenchCommand", "create"]

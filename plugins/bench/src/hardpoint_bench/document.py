@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hardpoint_bench.classes import CLASSES
-from hardpoint_bench.suite_report import COLUMNS, cell, verdict_word
+from hardpoint_bench.suite_report import COLUMNS, cell, number, verdict_word
 from hardpoint_bench.targets import TARGETS, best_ratio
 
 __all__ = ["chart_names", "page"]
@@ -127,15 +127,25 @@ def _class(name: str, measured: Result) -> Iterator[str]:
             figures = [cell(workloads, side, workload, figure) for workload, figure, _ in COLUMNS]
             rows.append([f"**{side}**" if side == "hardpoint" else side, precision, *figures])
         rows.append(
-            ["best peer: times better than it", "", *(_ratio(workloads, one, figure) for one, figure, _ in COLUMNS)]
+            ["times better than the best peer", "", *(_ratio(workloads, one, figure) for one, figure, _ in COLUMNS)]
         )
         rows.append(["fraction of the limit", "", *(_fraction(workloads, one, figure) for one, figure, _ in COLUMNS)])
         yield from _table(rows)
         yield f"\n![Engines in the class {name}](performance/peers-{name}.svg)\n"
+        yield from _phases(workloads)
     for who, why in measured["faults"].items():
         yield f"- {who}: failed ({why})."
     for who, why in measured["absent"].items():
         yield f"- {who}: took no part ({why})."
+
+
+def _phases(workloads: Result) -> Iterator[str]:
+    """Of our start, where it was measured."""
+    phases = workloads.get("startup", {}).get("phases", {})
+    if phases:
+        yield "Hardpoint's start, seconds by phase ([what they are](operate/benchmarks.md#starts)):\n"
+        yield from _table([list(phases), [number(one["median"]) for one in phases.values()]])
+        yield ""
 
 
 def _named(facts: Result) -> str:
@@ -160,7 +170,7 @@ def _targets(result: Result) -> Iterator[str]:
     for target in TARGETS:
         key = (target.precision, target.workload, target.text)
         row = measured.get(key)
-        reached = "–" if row is None or row["reached"] is None else f"{row['reached']:.3g}"
+        reached = number(None if row is None else row["reached"])
         word = "not measured" if row is None else verdict_word(row)
         rows.append([*key, reached, (row or {}).get("rival") or "–", f"**{word}**" if word == "missed" else word])
     yield from _table(rows)
@@ -176,7 +186,7 @@ def _roofline(result: Result) -> Iterator[str]:
             for figure in figures:
                 numbers = (report["figures"][figure]["median"], report["limits"][figure])
                 fraction = f"{report['fractions'][figure]:.0%}"
-                rows.append([name, workload, figure, *(f"{number:.3g}" for number in numbers), fraction])
+                rows.append([name, workload, figure, *map(number, numbers), fraction])
     yield from _table(rows)
 
 
@@ -194,14 +204,14 @@ def _scaling(found: Result) -> Iterator[str]:
                 row["step_s"]["median"] * 1e3, row["decode_tokens_per_s"]["median"],
                 row["output_tokens_per_s"]["median"], batch * prompt / row["ttft_s"]["median"],
             ]  # fmt: skip
-            rows.append([f"{row[size]:,}", *(f"{number:.3g}" for number in numbers)])
+            rows.append([f"{row[size]:,}", *map(number, numbers)])
         yield from _table(rows)
         yield f"\n![Speed by {name}](performance/scaling-{name}.svg)\n"
     yield "With fewer threads; one request, and several together.\n"
     rows = [["threads", "one: decode tok/s", f"{found['threads'][0]['batch']['num_requests']} together: output tok/s"]]
     for row in found["threads"]:
         rates = (row["single"]["decode_tokens_per_s"]["median"], row["batch"]["output_tokens_per_s"]["median"])
-        rows.append([str(row["threads"]), *(f"{rate:.3g}" for rate in rates)])
+        rows.append([str(row["threads"]), *map(number, rates)])
     yield from _table(rows)
     yield "\n![Speed by threads](performance/scaling-threads.svg)"
 

@@ -1,11 +1,10 @@
-"""``hardpoint bench suite | convert``: all workloads and classes against all peers, and the models they load."""
+"""``hardpoint bench suite | scaling``: all workloads and classes against all peers, and our side alone."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,20 @@ from typing import Any
 from hardpoint.config import AppConfig, load_config
 from hardpoint.errors import ConfigError
 from hardpoint_bench.bounds import check_settings
-from hardpoint_bench.classes import VARIANTS, chosen_classes
+from hardpoint_bench.classes import chosen_classes
 from hardpoint_bench.documents import check_same, read_result, write_text
 from hardpoint_bench.flags import SUITE, Values, every_flag
-from hardpoint_bench.inventory import MODELS, Inventory
+from hardpoint_bench.inventory import Inventory
 from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.peaks import measure_peaks
 from hardpoint_bench.peers import OURS, PEERS, paths_by_peer
 from hardpoint_bench.scaling import Scaling
-from hardpoint_bench.sides import PROGRAMS, Side, SideFault
+from hardpoint_bench.sides import Side
 from hardpoint_bench.suite import Suite, shrunk
 from hardpoint_bench.suite_report import scaling_table, suite_table
 from hardpoint_bench.workloads import BY_COMMAND, Workload
 
-__all__ = ["config_of", "facts_of", "known_values", "run_convert", "run_scaling", "run_suite"]
+__all__ = ["config_of", "facts_of", "known_values", "run_scaling", "run_suite"]
 
 _REPEATS = 5
 _SCALING_REPEATS = 3
@@ -87,29 +86,6 @@ def run_scaling(arguments: argparse.Namespace, model: str | None) -> int:
         result |= {"model": model, "machine": result.get("machine") or machine, "scaling": found}
         write_text(output, json.dumps(result, indent=1) + "\n")
     print(json.dumps(found) if arguments.json else scaling_table(found))
-    return 0
-
-
-def run_convert(arguments: argparse.Namespace, model: str | None) -> int:
-    """Writes what the peers load that read no file of ours. Raises ``ConfigError``, ``SideFault``."""
-    values = known_values(arguments, "convert", ("peers",))
-    if not values["peers"]:
-        raise ConfigError("convert needs --peers FOLDER: models are written into its folder 'models'")
-    source = Path(facts_of(config_of(arguments, "convert", model))["model_path"])
-    if source.suffix != ".gguf":
-        raise ConfigError(f"{str(source)!r} is no GGUF file, which is all that can be converted; give peers a model of "
-                          "their own with --peer-model")  # fmt: skip
-    folder = Path(values["peers"]) / MODELS
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [name for name in VARIANTS if not (folder / name).exists()]
-    for name in wanted:
-        print(f"writing {folder / name}", file=sys.stderr)
-        command = [sys.executable, str(PROGRAMS / "convert.py"), str(source), str(folder), name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            words = done.stderr.strip().splitlines() or ["without a word"]
-            raise SideFault(f"{folder / name} cannot be written: {words[-1]}")
-    print(json.dumps({"folder": str(folder), "written": wanted}) if arguments.json else f"{folder}: {len(wanted)} new")
     return 0
 
 

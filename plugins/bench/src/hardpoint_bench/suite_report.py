@@ -7,7 +7,7 @@ from typing import Any
 
 from hardpoint_bench.model_report import aligned
 
-__all__ = ["COLUMNS", "cell", "scaling_table", "suite_table", "verdict_word"]
+__all__ = ["COLUMNS", "cell", "number", "scaling_table", "suite_table", "verdict_word"]
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("latency", "ttft_s", "a TTFT s"),
@@ -34,7 +34,7 @@ def suite_table(result: Mapping[str, Any]) -> str:
         lines += ["", *aligned([[name, *(heading for _, _, heading in COLUMNS)], *_sides(measured["workloads"])])]
         lines += [f"{who}: {why}" for section in ("absent", "faults") for who, why in measured[section].items()]
     rows = [
-        [row["class"], row["workload"], row["target"], _number(row["reached"]), row["rival"] or "", verdict_word(row)]
+        [row["class"], row["workload"], row["target"], number(row["reached"]), row["rival"] or "", verdict_word(row)]
         for row in result["targets"]
     ]
     return "\n".join([*lines, "", *aligned([["class", "workload", "target", "reached", "peer", ""], *rows])])
@@ -47,12 +47,12 @@ def scaling_table(found: Mapping[str, Any]) -> str:
         rows = [[name, "step ms", "output tok/s", "prompt tok/s"]]
         for row in found[name]:
             figures = (row["step_s"]["median"] * 1e3, *(row[rate]["median"] for rate in _RATES))
-            rows.append([str(row[size]), *map(_number, figures)])
+            rows.append([str(row[size]), *map(number, figures)])
         lines += ["", *aligned(rows)]
     rows = [["threads", "single tok/s", "batch tok/s"]]
     for row in found["threads"]:
         rates = (row["single"]["decode_tokens_per_s"]["median"], row["batch"]["output_tokens_per_s"]["median"])
-        rows.append([str(row["threads"]), *map(_number, rates)])
+        rows.append([str(row["threads"]), *map(number, rates)])
     lines += ["", *aligned(rows)]
     profiles = found["profiles"]
     groups = dict.fromkeys(group for profile in profiles.values() for group in profile["groups"])
@@ -71,7 +71,9 @@ def cell(workloads: Mapping[str, Any], side: str, workload: str, figure: str) ->
     report = workloads.get(workload, {"peers": {}, "figures": {}})
     figures = report["figures"] if side == "hardpoint" else report["peers"].get(side, {}).get("figures", {})
     found = figures.get(figure)
-    return "–" if found is None else f"{found['median']:.3g} [{found['low']:.3g}–{found['high']:.3g}]"
+    if found is None:
+        return "–"
+    return f"{number(found['median'])} [{number(found['low'])}–{number(found['high'])}]"
 
 
 def verdict_word(row: Mapping[str, Any]) -> str:
@@ -80,5 +82,8 @@ def verdict_word(row: Mapping[str, Any]) -> str:
     return "met" if row["met"] else "missed"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+def number(value: float | None) -> str:
+    """Three digits that count, never an exponent for what people measure."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
