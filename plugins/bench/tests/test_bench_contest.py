@@ -35,7 +35,14 @@ class Duel:
         rival = {"version": "1.2", "vocab_size": 30, "max_model_len": None, "precision": "float32", "threads": 2}
         chosen = [ChosenPeer(write_side(folder, "rival", rival, 3.0))][:peers]
         ours = write_side(folder, "hardpoint", FACTS, 1.5)
-        given = {"seed": 0, "threads": None, "workload": WORKLOAD, "tell": lambda text: None, **contest}
+        given = {
+            "seed": 0,
+            "threads": None,
+            "workload": WORKLOAD,
+            "tell": lambda text: None,
+            "settle_s": 0.0,
+            **contest,
+        }
         self.contest = Contest(config=CONFIG, peers=chosen, ours=ours, **given)
 
     def told(self) -> list[list[Any]]:

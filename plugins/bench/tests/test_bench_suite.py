@@ -57,6 +57,7 @@ class Scene:
             peaks=lambda threads: PEAKS,
             keep=lambda found: self.kept.append(json.loads(json.dumps(found))),
             ours=write_side(folder, "hardpoint", facts, 1.5),
+            settle_s=0.0,
             tell=lambda text: None,
         )
 

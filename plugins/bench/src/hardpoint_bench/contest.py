@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from hardpoint_bench.sides import Program, Result, Side
 from hardpoint_bench.stored import weights_of
 from hardpoint_bench.workloads import Workload, make_prompts
 
-__all__ = ["Contest", "Entrant"]
+__all__ = ["SETTLE_S", "Contest", "Entrant"]
 
+SETTLE_S = 0.4
+"""Between turns of different sides: threads of OpenMP look for work this long before they sleep, in all engines."""
 _SEEDS_APART = 1_000_003
 """Runs of neighboring seeds draw ids of their own as long as there are fewer repeats than this."""
 
@@ -62,6 +65,7 @@ class Contest:
         threads: int | None,
         precision: str | None = None,
         tolerant: bool = False,
+        settle_s: float = SETTLE_S,
         ours: Program = OURS,
         tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ) -> None:
@@ -71,6 +75,7 @@ class Contest:
         self._threads = threads
         self._precision = precision
         self._tolerant = tolerant
+        self._settle_s = settle_s
         self._tell = tell
         self.faults: dict[str, str] = {}
         self._vocab_size: int | None = None
@@ -114,6 +119,8 @@ class Contest:
                 if entrant not in self.entrants:
                     continue
                 self._tell(f"{self.workload.name}: {entrant.program.name}, run {repeat} of {repeats}")
+                if len(self.entrants) > 1:
+                    time.sleep(self._settle_s)
                 yield repeat, entrant
                 if repeat == 0 and entrant is self.ours and len(self.entrants) == 1:
                     self._enter_peers()

@@ -11,7 +11,7 @@ from typing import Any
 from hardpoint.config import AppConfig
 from hardpoint.errors import HardpointError
 from hardpoint_bench.classes import PrecisionClass
-from hardpoint_bench.contest import Contest
+from hardpoint_bench.contest import SETTLE_S, Contest
 from hardpoint_bench.inventory import Inventory
 from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.model_report import report_of
@@ -46,6 +46,7 @@ class Suite:
     peaks: Callable[[int], Mapping[str, float]]
     keep: Callable[[Result], None]
     ours: Program = OURS
+    settle_s: float = SETTLE_S
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     result: Result = field(default_factory=dict)
 
@@ -79,7 +80,7 @@ class Suite:
             self.tell(f"{chosen.name}, {workload.name}")
             contest = Contest(
                 workload, in_class(self.config, chosen), peers, seed=self.seed, threads=self.threads,
-                precision=chosen.name, tolerant=True, ours=self.ours, tell=self.tell,
+                precision=chosen.name, tolerant=True, settle_s=self.settle_s, ours=self.ours, tell=self.tell,
             )  # fmt: skip
             starts = workload.name == STARTUP
             try:
