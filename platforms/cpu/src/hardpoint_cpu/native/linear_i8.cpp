@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "api.h"
 #include "linear_i8_lanes.h"
@@ -17,11 +19,15 @@ using i8::Lanes;
 using Sums = Lanes::Sum[Lanes::kVectors];
 
 constexpr std::int64_t kVectorBytes = vf::W * Lanes::kGroup;
+constexpr std::int64_t kGroupBytes = Lanes::kVectors * kVectorBytes;
+// How far ahead of its use a weight is asked for: what memory delivers meanwhile. Past the last one nothing happens.
+constexpr std::int64_t kAhead = 2048;
 // Groups that a step of the inner loop takes where single rows need several chains of additions to keep it busy.
 constexpr std::int64_t kMostChains = 4;
 #if defined(__AMX_INT8__)
 constexpr std::int64_t kInputStep = i8::kTileInputs;
-constexpr std::int64_t kLeastTileRows = 16;
+constexpr std::int64_t kPanelLines = kPanel * i8::kTileInputs / kAlignment;  // for each step over the inputs
+constexpr std::int64_t kLeastTileRows = 8;  // measured: below, the vectors alone are faster
 #else
 constexpr std::int64_t kInputStep = Lanes::kGroup * kMostChains;
 #endif
@@ -30,37 +36,84 @@ constexpr std::int64_t kRowBytes = vf::W == 16 ? 1 << 20 : 256 << 10;
 constexpr std::int64_t kChunksPerThread = 8;
 constexpr std::int64_t kTileRows = 16;
 
+// body(0), ..., body(N - 1), written out one after the other: sums stay in registers only so.
+template <int N, class Body>
+[[gnu::always_inline]] inline void unrolled(Body&& body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+
 // sums[r][j] of R rows with one panel, from the rows' starts.
 template <int R>
-void multiply(const i8::Rows& rows, std::int64_t first_row, const std::uint8_t* panel,
-              Lanes::Sum (&sums)[R][Lanes::kVectors]) {
-  constexpr int kChains = R * Lanes::kVectors >= 8 ? 1 : R * Lanes::kVectors >= 4 ? 2 : kMostChains;
-  Lanes::Sum chains[kChains][R][Lanes::kVectors];
-  for (int c = 0; c < kChains; ++c)
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < Lanes::kVectors; ++j) chains[c][r][j] = Lanes::start(c == 0 ? rows.starts[first_row + r] : 0);
-  const Lanes::Input* x = rows.values + first_row * rows.stride;
-  for (std::int64_t k = 0; k < rows.stride; k += kChains * Lanes::kGroup) {
-    for (int c = 0; c < kChains; ++c, panel += Lanes::kVectors * kVectorBytes) {
-      Lanes::Weights w[Lanes::kVectors];
-      for (int j = 0; j < Lanes::kVectors; ++j) w[j] = Lanes::load(panel + j * kVectorBytes);
-      for (int r = 0; r < R; ++r) {
-        const Lanes::Weights spread = Lanes::spread(x + r * rows.stride + k + c * Lanes::kGroup);
-        for (int j = 0; j < Lanes::kVectors; ++j) chains[c][r][j] = Lanes::dot(chains[c][r][j], w[j], spread);
-      }
-    }
+[[gnu::always_inline]] inline void multiply(const i8::Rows& rows, std::int64_t first_row, const std::uint8_t* panel,
+                                            Lanes::Sum (&sums)[R][Lanes::kVectors]) {
+  constexpr int kVectors = Lanes::kVectors;
+  constexpr int kChains = R * kVectors >= 8 ? 1 : R * kVectors >= 4 ? 2 : kMostChains;
+  const std::int64_t stride = rows.stride;
+  const Lanes::Input* x = rows.values + first_row * stride;
+  Lanes::Sum chains[kChains][R][kVectors];
+  unrolled<kChains>([&](auto c) __attribute__((always_inline)) {
+    unrolled<R>([&](auto r) __attribute__((always_inline)) {
+      unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
+        chains[c][r][j] = Lanes::start(c == 0 ? rows.starts[first_row + r] : 0);
+      });
+    });
+  });
+  for (std::int64_t k = 0; k < stride; k += kChains * Lanes::kGroup) {
+    unrolled<kChains>([&](auto c) __attribute__((always_inline)) {
+      Lanes::Weights w[kVectors];
+      for (std::int64_t line = 0; line < kGroupBytes; line += kAlignment) __builtin_prefetch(panel + kAhead + line);
+      unrolled<kVectors>([&](auto j) __attribute__((always_inline)) { w[j] = Lanes::load(panel + j * kVectorBytes); });
+      panel += kGroupBytes;
+      unrolled<R>([&](auto r) __attribute__((always_inline)) {
+        const Lanes::Weights spread = Lanes::spread(x + r * stride + k + c * Lanes::kGroup);
+        unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
+          chains[c][r][j] = Lanes::dot(chains[c][r][j], w[j], spread);
+        });
+      });
+    });
   }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < Lanes::kVectors; ++j) {
+  unrolled<R>([&](auto r) __attribute__((always_inline)) {
+    unrolled<kVectors>([&](auto j) __attribute__((always_inline)) {
       sums[r][j] = chains[0][r][j];
-      for (int c = 1; c < kChains; ++c) sums[r][j] = Lanes::add(sums[r][j], chains[c][r][j]);
-    }
+      unrolled<kChains - 1>([&](auto c) __attribute__((always_inline)) {
+        sums[r][j] = Lanes::add(sums[r][j], chains[c + 1][r][j]);
+      });
+    });
+  });
 }
 
 struct Output {
   float* y;
   std::int64_t stride;
   Into into;
+};
+
+// What turns the sums of one panel into outputs; it stays in registers over the rows of a block.
+struct Finish {
+  vf scales[Lanes::kVectors], bias[Lanes::kVectors];
+  float* y;
+  std::int64_t stride, width;
+  Into into;
+
+  void operator()(const Sums& sums, float row_scale, std::int64_t row) const {
+    float* target = y + row * stride;
+    vf line[Lanes::kVectors];
+    for (int j = 0; j < Lanes::kVectors; ++j)
+      line[j] = i8::apart(Lanes::floats(sums[j]) * (vf::set(row_scale) * scales[j])) + bias[j];
+    if (width < kPanel) return put_part(line, target);
+    for (int j = 0; j < Lanes::kVectors; ++j) {
+      if (into == Into::kAdd) line[j] = vf::load(target + j * vf::W) + line[j];
+      line[j].store(target + j * vf::W);
+    }
+  }
+
+  void put_part(const vf (&line)[Lanes::kVectors], float* target) const {
+    alignas(kAlignment) float rest[kPanel];
+    for (int j = 0; j < Lanes::kVectors; ++j) line[j].store(rest + j * vf::W);
+    for (std::int64_t j = 0; j < width; ++j) target[j] = into == Into::kAdd ? target[j] + rest[j] : rest[j];
+  }
 };
 
 class LinearI8 final : public Linear {
@@ -90,9 +143,9 @@ class LinearI8 final : public Linear {
     const std::int64_t height = std::min(rows, round_up(fitting, 2 * kTileRows));
     pool.run(columns * ceil_div(rows, height), [&](std::int64_t chunk, int) {
       const std::int64_t panel = chunk % columns * width, row = chunk / columns * height;
-      const std::int64_t panels = std::min(width, panels_ - panel), last = std::min(row + height, rows);
-      if (tiled) return tiles(quantized, row, last, panel, panels, out);
-      for (std::int64_t p = panel; p < panel + panels; ++p) blocks(quantized, row, last, p, out);
+      const std::int64_t end = std::min(panel + width, panels_), last = std::min(row + height, rows);
+      if (tiled) return tiles(quantized, row, last, panel, end, (chunk + pool.size()) % columns * width, out);
+      for (std::int64_t p = panel; p < end; ++p) blocks(quantized, row, last, p, out);
     });
   }
 
@@ -107,39 +160,50 @@ class LinearI8 final : public Linear {
   void pack(const std::int8_t* row, std::int64_t n) {
     std::uint8_t* target = weights_.data() + n / kPanel * kPanel * padded_ + n % kPanel * Lanes::kGroup;
     for (std::int64_t k = 0; k < inputs; ++k)
-      target[k / Lanes::kGroup * Lanes::kVectors * kVectorBytes + k % Lanes::kGroup] =
+      target[k / Lanes::kGroup * kGroupBytes + k % Lanes::kGroup] =
           static_cast<std::uint8_t>(row[k] + i8::kWeightOffset);
   }
 
 #if defined(__AMX_INT8__)
   static bool uses_tiles(std::int64_t rows) { return rows >= kLeastTileRows && amx::is_allowed(); }
 
-  void tiles(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t panel, std::int64_t panels,
-             const Output& out) const {
+  // `next` is the panel that this thread is likely to be given after these.
+  void tiles(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end,
+             std::int64_t next, const Output& out) const {
     const amx::Tiles configured;
-    for (std::int64_t p = panel; p < panel + panels; ++p) {
-      std::int64_t row = first;
-      for (; row + kTileRows < last; row += 2 * kTileRows) tile_block<2>(rows, row, last, p, out);
-      if (row < last) tile_block<1>(rows, row, last, p, out);
+    const std::int64_t blocks = ceil_div(last - first, 2 * kTileRows), lines = ceil_div(kPanelLines, blocks);
+    for (std::int64_t p = begin; p < end; ++p) {
+      i8::Ahead ahead{panel(p + 1 < end ? p + 1 : next), lines};
+      for (std::int64_t row = first; row < last; row += 2 * kTileRows) {
+        if (row + kTileRows < last) {
+          tile_block<2>(rows, row, last, p, ahead, out);
+        } else {
+          tile_block<1>(rows, row, last, p, ahead, out);
+        }
+        ahead.weights += lines * kAlignment * (padded_ / i8::kTileInputs);
+      }
     }
   }
 
   template <int R>
-  void tile_block(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const Output& out) const {
+  void tile_block(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const i8::Ahead& ahead,
+                  const Output& out) const {
     alignas(kAlignment) std::int32_t sums[R * kTileRows * kPanel];
-    i8::multiply_tiles<R>(rows.values + first * rows.stride, rows.stride, panel(p), padded_, sums);
+    i8::multiply_tiles<R>(rows.values + first * rows.stride, rows.stride, panel(p), padded_, ahead, sums);
     const std::int64_t height = std::min(R * kTileRows, last - first);
+    const Finish finish = this->finish(p, out);
     for (std::int64_t r = 0; r < height; ++r) {
       Sums line;
       const Lanes::Sum start = Lanes::start(rows.starts[first + r]);
       for (int j = 0; j < Lanes::kVectors; ++j)
         line[j] = Lanes::add(Lanes::load_sum(sums + r * kPanel + j * vf::W), start);
-      finish(line, rows.scales[first + r], p, first + r, out);
+      finish(line, rows.scales[first + r], first + r);
     }
   }
 #else
   static bool uses_tiles(std::int64_t) { return false; }
-  void tiles(const i8::Rows&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, const Output&) const {}
+  void tiles(const i8::Rows&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+             const Output&) const {}
 #endif
 
   // Rows in blocks of nearly equal height, so that the last one is not a lonely row.
@@ -158,29 +222,18 @@ class LinearI8 final : public Linear {
     }
     Lanes::Sum sums[R][Lanes::kVectors];
     multiply<R>(rows, first, panel(p), sums);
-    for (int r = 0; r < R; ++r) finish(sums[r], rows.scales[first + r], p, first + r, out);
+    const Finish finish = this->finish(p, out);
+    for (int r = 0; r < R; ++r) finish(sums[r], rows.scales[first + r], first + r);
   }
 
-  void finish(const Sums& sums, float row_scale, std::int64_t p, std::int64_t row, const Output& out) const {
+  Finish finish(std::int64_t p, const Output& out) const {
     const std::int64_t first = p * kPanel;
-    float* target = out.y + row * out.stride + first;
-    vf line[Lanes::kVectors];
+    Finish made{{}, {}, out.y + first, out.stride, std::min(kPanel, outputs - first), out.into};
     for (int j = 0; j < Lanes::kVectors; ++j) {
-      const vf scale = vf::set(row_scale) * vf::load(scales_.data() + first + j * vf::W);
-      line[j] = i8::apart(Lanes::floats(sums[j]) * scale) + vf::load(bias_.data() + first + j * vf::W);
+      made.scales[j] = vf::load(scales_.data() + first + j * vf::W);
+      made.bias[j] = vf::load(bias_.data() + first + j * vf::W);
     }
-    if (first + kPanel <= outputs) {
-      for (int j = 0; j < Lanes::kVectors; ++j) put(line[j], target + j * vf::W, out.into);
-      return;
-    }
-    alignas(kAlignment) float rest[kPanel];
-    for (int j = 0; j < Lanes::kVectors; ++j) line[j].store(rest + j * vf::W);
-    for (std::int64_t j = 0; j < outputs - first; ++j)
-      target[j] = out.into == Into::kAdd ? target[j] + rest[j] : rest[j];
-  }
-
-  static void put(vf line, float* target, Into into) {
-    (into == Into::kAdd ? vf::load(target) + line : line).store(target);
+    return made;
   }
 
   const std::int64_t padded_, panels_;

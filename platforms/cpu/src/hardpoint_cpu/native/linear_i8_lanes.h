@@ -25,7 +25,7 @@ struct Lanes {
   using Input = std::int8_t;
   using Sum = __m512i;
   using Weights = __m512i;
-  static constexpr int kGroup = 4, kVectors = 2, kRows = 12;
+  static constexpr int kGroup = 4, kVectors = 2, kRows = 8;
   static Sum start(std::int32_t value) { return _mm512_set1_epi32(value); }
   static Sum load_sum(const std::int32_t* p) { return _mm512_load_si512(p); }
   static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
@@ -46,7 +46,7 @@ struct Lanes {
   using Input = std::int16_t;
   using Sum = __m512i;
   using Weights = __m512i;
-  static constexpr int kGroup = 2, kVectors = 2, kRows = 12;
+  static constexpr int kGroup = 2, kVectors = 2, kRows = 8;
   static Sum start(std::int32_t value) { return _mm512_set1_epi32(value); }
   static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
   static Weights load(const std::uint8_t* p) {
