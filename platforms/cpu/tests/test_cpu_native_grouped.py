@@ -61,6 +61,22 @@ def test_products_are_those_of_the_decoded_weights(native: NativeLibrary, name: 
         assert torch.equal(layer(x[first:last]), given[first:last])
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0"])
+def test_many_rows_keep_their_bits_where_that_is_declared(native: NativeLibrary, name: str) -> None:
+    parts = [(name, packed(name, 41, 512)), ("Q5_0", packed("Q5_0", 23, 512)), (name, packed(name, 17, 512))]
+    bias, x = normal(81), normal(150, 512)
+    expected = x.double() @ decoded(parts).T + bias.double()
+    for invariant in (False, True):
+        layer = linear_gguf(native, parts, bias, invariant=invariant)
+        given = layer(x)
+        assert relative_error(given, expected) < TOLERANCE["int8"]
+        assert layer.is_batch_invariant or not invariant
+        if layer.is_batch_invariant:
+            for first, last in ((0, 1), (3, 19), (7, 39), (0, 64), (149, 150)):
+                assert torch.equal(layer(x[first:last]), given[first:last])
+    assert linear_gguf(native, parts, bias, activations="float").is_batch_invariant
+
+
 @pytest.mark.parametrize("activations", ["int8", "float"])
 def test_parts_of_several_types_are_one_layer(native: NativeLibrary, activations: Activations) -> None:
     parts = [(name, packed(name, 10 + 9 * index, 256, index)) for index, name in enumerate((*GGUF_TYPES, *GGUF_TYPES))]
@@ -69,7 +85,6 @@ def test_parts_of_several_types_are_one_layer(native: NativeLibrary, activations
     layer = linear_gguf(native, parts, bias, activations=activations)
     given = layer(x)
     assert relative_error(given, x.double() @ decoded(parts).T + bias.double()) < TOLERANCE[activations]
-    assert layer.is_batch_invariant
     first = 0
     for name, rows in parts:
         last = first + rows.shape[0]

@@ -59,7 +59,7 @@ class ConcatLinear final : public Linear {
     const grouped::Prepared prepared = grouped_.front()->prepare(x, x_stride, rows, pool, arena);
     std::int64_t panels = 0;
     for (const auto* part : grouped_) panels += part->panels();
-    pool.ranges(panels, 1, [&](std::int64_t first, std::int64_t last, int thread) {
+    grouped::GroupedLinear::over_panels(prepared, panels, pool, [&](std::int64_t first, std::int64_t last, int thread) {
       float* target = y;
       for (const auto* part : grouped_) {
         const std::int64_t own = part->panels(), from = std::max<std::int64_t>(first, 0), to = std::min(last, own);

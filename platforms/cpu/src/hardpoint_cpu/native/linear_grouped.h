@@ -5,6 +5,7 @@
 
 #include "common.h"
 #include "linear_grouped_rows.h"
+#include "pool.h"
 
 namespace hp::grouped {
 
@@ -16,7 +17,7 @@ struct Options {
 };
 
 // What many rows are turned into before they are multiplied.
-enum class Path { kQuantized, kFloats };
+enum class Path { kQuantized, kFloats, kBf16 };
 
 // The activations of one call, and scratch for each thread.
 struct Prepared {
@@ -24,6 +25,8 @@ struct Prepared {
   const float* x;
   std::int64_t x_stride, rows;
   QuantizedRows quantized;
+  const std::uint16_t* bf16;  // [groups][bf16_stride][32], rows above `rows` are zeros
+  std::int64_t bf16_stride;
   float* scratch;
   std::int64_t scratch_stride;
 };
@@ -34,7 +37,7 @@ class GroupedLinear : public Linear {
 
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
            Pool& pool, Arena& arena) const final;
-  bool is_batch_invariant() const final { return true; }
+  bool is_batch_invariant() const final;
 
   // What a layer that shares its activations with others does in turn: layers of equal path and inputs can be given
   // what one of them prepared.
@@ -43,6 +46,14 @@ class GroupedLinear : public Linear {
   virtual void multiply(const Prepared& x, std::int64_t first_panel, std::int64_t last_panel, int thread, float* y,
                         std::int64_t y_stride, Into into) const = 0;
   std::int64_t panels() const;
+  // work(first, last, thread) for ranges of `panels`, in pieces that suit the path.
+  template <class Work>
+  static void over_panels(const Prepared& x, std::int64_t panels, Pool& pool, Work&& work) {
+    const std::int64_t unit = x.path == Path::kBf16 ? 2 : 1;
+    pool.ranges(ceil_div(panels, unit), 1, [&](std::int64_t first, std::int64_t last, int thread) {
+      work(first * unit, std::min(last * unit, panels), thread);
+    });
+  }
 
  protected:
   const Options options_;

@@ -2,11 +2,9 @@
 #pragma once
 
 #include "linear_grouped.h"
-#include "linear_grouped_kernel.h"
+#include "linear_grouped_tiles.h"
 
 namespace hp::grouped {
-
-using PanelSums = float[kMostRows][kPanel];
 
 // Weights of one format. Row is what the format packs one output from.
 template <class F>
@@ -37,36 +35,97 @@ class Layer final : public GroupedLinear {
 
   void multiply(const Prepared& x, std::int64_t first_panel, std::int64_t last_panel, int thread, float* y,
                 std::int64_t y_stride, Into into) const override {
+    float* scratch = x.scratch + thread * x.scratch_stride;
+    if (x.path == Path::kBf16) {
+      bf16(x, first_panel, last_panel, scratch, y, y_stride, into);
+      return;
+    }
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      const std::uint8_t* heads = bytes_.data() + p * panel_bytes_;
-      const Panel panel{heads, heads + head_bytes_, span_};
       if (x.path == Path::kQuantized) {
-        quantized(p, panel, x.quantized, y, y_stride, into);
+        quantized(p, x.quantized, scratch, y, y_stride, into);
       } else {
-        floats(p, panel, x, x.scratch + thread * x.scratch_stride, y, y_stride, into);
+        floats(p, x, scratch, y, y_stride, into);
       }
     }
   }
 
  private:
-  void quantized(std::int64_t p, const Panel& panel, const QuantizedRows& x, float* y, std::int64_t y_stride,
+  Panel panel_at(std::int64_t p) const {
+    const std::uint8_t* heads = bytes_.data() + p * panel_bytes_;
+    return {heads, heads + head_bytes_, span_};
+  }
+
+  void quantized(std::int64_t p, const QuantizedRows& x, float* scratch, float* y, std::int64_t y_stride,
                  Into into) const {
-    in_row_blocks<kMostRows>(x.rows, [&](std::int64_t row, auto count) {
+    const Panel panel = panel_at(p);
+    const std::int64_t done = quantized_by_tiles(p, panel, x, scratch, y, y_stride, into);
+    in_row_blocks<kMostRows>(x.rows - done, [&](std::int64_t later, auto count) {
       constexpr int R = count;
-      alignas(kAlignment) PanelSums lines;
+      const std::int64_t row = done + later;
+      alignas(kAlignment) float lines[R][kPanel];
       for (int half = 0; half < kHalves; ++half) {
         vf sums[R];
         for (int r = 0; r < R; ++r) sums[r] = vf::load(bias_.data() + p * kPanel + half * vf::W);
         multiply_quantized<F, R>(panel, x, row, half, sums);
         for (int r = 0; r < R; ++r) sums[r].store(lines[r] + half * vf::W);
       }
-      write<R>(lines, p, y + row * y_stride, y_stride, into);
+      write(lines, R, p, y + row * y_stride, y_stride, into);
     });
   }
 
+  // As many rows as fill tiles; their number.
+  std::int64_t quantized_by_tiles([[maybe_unused]] std::int64_t p, [[maybe_unused]] const Panel& panel,
+                                  [[maybe_unused]] const QuantizedRows& x, [[maybe_unused]] float* scratch,
+                                  [[maybe_unused]] float* y, [[maybe_unused]] std::int64_t y_stride,
+                                  [[maybe_unused]] Into into) const {
+    std::int64_t row = 0;
+#if defined(__AMX_INT8__)
+    if (x.rows < kTileRows || !may_use_tiles()) return 0;
+    const NumberTiles<F> tiles;
+    const std::uint8_t* numbers = unpack_numbers<F>(panel, x.groups, reinterpret_cast<std::uint8_t*>(scratch));
+    for (; row + kTileRows <= x.rows; row += kTileRows) {
+      vf sums[kTileRows];
+      for (vf& sum : sums) sum = vf::load(bias_.data() + p * kPanel);
+      multiply_tiles<F>(panel, numbers, x, row, sums);
+      alignas(kAlignment) float lines[kTileRows][kPanel];
+      for (int r = 0; r < kTileRows; ++r) sums[r].store(lines[r]);
+      write(lines, kTileRows, p, y + row * y_stride, y_stride, into);
+    }
+#endif
+    return row;
+  }
+
+  // Two panels at a time, decoded once for all rows.
+  void bf16([[maybe_unused]] const Prepared& x, [[maybe_unused]] std::int64_t first, [[maybe_unused]] std::int64_t last,
+            [[maybe_unused]] float* scratch, [[maybe_unused]] float* y, [[maybe_unused]] std::int64_t y_stride,
+            [[maybe_unused]] Into into) const {
+#if defined(__AMX_BF16__)
+    auto* weights = reinterpret_cast<std::uint16_t*>(scratch);
+    const std::int64_t size = inputs * kPanel;
+    const amx::Tiles tiles;
+    for (std::int64_t p = first; p < last; p += 2) {
+      const int count = p + 1 < last ? 2 : 1;
+      for (int i = 0; i < count; ++i) decode_tiles<F>(panel_at(p + i), inputs / kGroup, weights + i * size);
+      for (std::int64_t row = 0; row < x.rows; row += 2 * kTileRows) {
+        alignas(kAlignment) TileLines lines;
+        multiply_bf16(weights, count == 2 ? size : 0, x.bf16, x.bf16_stride, inputs / kGroup, row, lines);
+        for (int upper = 0; upper < 2; ++upper)
+          for (int i = 0; i < count; ++i) {
+            const std::int64_t begin = row + upper * kTileRows, rows = std::min(kTileRows, x.rows - begin);
+            for (std::int64_t r = 0; r < rows; ++r) {
+              float* line = lines[upper][i][r];
+              (vf::load(line) + vf::load(bias_.data() + (p + i) * kPanel)).store(line);
+            }
+            write(lines[upper][i], rows, p + i, y + begin * y_stride, y_stride, into);
+          }
+      }
+    }
+#endif
+  }
+
   // Few rows: each group is decoded beside its use. More: the whole panel once, for all of them.
-  void floats(std::int64_t p, const Panel& panel, const Prepared& x, float* scratch, float* y, std::int64_t y_stride,
-              Into into) const {
+  void floats(std::int64_t p, const Prepared& x, float* scratch, float* y, std::int64_t y_stride, Into into) const {
+    const Panel panel = panel_at(p);
     const std::int64_t groups = inputs / kGroup;
     const bool whole = x.rows > kMostRows;
     if (whole)
@@ -87,17 +146,17 @@ class Layer final : public GroupedLinear {
           multiply_floats<R>(scratch, kGroup, rows + group * kGroup, x.x_stride, sums);
         });
       }
-      alignas(kAlignment) PanelSums lines;
+      alignas(kAlignment) float lines[R][kPanel];
       for (int r = 0; r < R; ++r)
         for (int half = 0; half < kHalves; ++half) sums[r][half].store(lines[r] + half * vf::W);
-      write<R>(lines, p, y + row * y_stride, y_stride, into);
+      write(lines, R, p, y + row * y_stride, y_stride, into);
     });
   }
 
-  template <int R>
-  void write(const PanelSums& lines, std::int64_t p, float* y, std::int64_t y_stride, Into into) const {
+  void write(const float (*lines)[kPanel], std::int64_t rows, std::int64_t p, float* y, std::int64_t y_stride,
+             Into into) const {
     const std::int64_t first = p * kPanel, width = std::min(kPanel, outputs - first);
-    for (int r = 0; r < R; ++r) {
+    for (std::int64_t r = 0; r < rows; ++r) {
       float* target = y + r * y_stride + first;
       if (into == Into::kAdd) {
         for (std::int64_t j = 0; j < width; ++j) target[j] += lines[r][j];
