@@ -17,7 +17,7 @@ from hardpoint_cpu.kernels import KernelProvider, KernelState, find_report
 from hardpoint_cpu.native.levels import named_level
 from hardpoint_cpu.platform import CpuOptions, CpuPlatform, probe
 
-NOWHERE = {"PATH": ""}
+NOWHERE = {"PATH": "", "XDG_CACHE_HOME": "/nowhere"}
 
 
 @pytest.fixture

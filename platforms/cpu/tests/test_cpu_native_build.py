@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint_cpu.native import build
-from hardpoint_cpu.native.build import KernelBuild, KernelBuildError, cache_folder, find_compiler
+from hardpoint_cpu.native.build import KernelBuild, KernelBuildError, cache_folder, find_build, find_compiler
 from hardpoint_cpu.native.levels import LEVELS, Level
 
 GENERIC = LEVELS[-1]
@@ -58,7 +58,8 @@ def test_what_is_compiled_is_found_again_and_one_file_costs_one_file(tmp_path: P
     assert not [entry for entry in made.cache.iterdir() if entry.name.startswith(".building")]
 
     (sources / "shared.h").write_text("#pragma once\ninline constexpr int kAnswer = 42;\n", encoding="utf-8")
-    again = made.compile()
+    assert made.compile() == path
+    again = tiny(tmp_path, sources).compile()
     assert again != path
     assert ctypes.CDLL(str(again)).answer() == 42
     # The other one does not include what changed.
@@ -67,14 +68,17 @@ def test_what_is_compiled_is_found_again_and_one_file_costs_one_file(tmp_path: P
 
 
 def test_the_key_knows_sources_flags_and_level(tmp_path: Path, sources: Path) -> None:
-    plain = tiny(tmp_path, sources)
-    keys = {plain.path, tiny(tmp_path, sources, flags=("-g",)).path, tiny(tmp_path, sources, LEVELS[4]).path}
+    keys = {
+        tiny(tmp_path, sources).path,
+        tiny(tmp_path, sources, flags=("-g",)).path,
+        tiny(tmp_path, sources, LEVELS[4]).path,
+    }
     (sources / "shared.h").write_text("#pragma once\n", encoding="utf-8")
-    keys.add(plain.path)
+    keys.add(tiny(tmp_path, sources).path)
     (sources / "three.cpp").write_text("", encoding="utf-8")
-    keys.add(plain.path)
+    keys.add(tiny(tmp_path, sources).path)
     (sources / "notes.txt").write_text("not a source", encoding="utf-8")
-    keys.add(plain.path)
+    keys.add(tiny(tmp_path, sources).path)
     assert len(keys) == 5
 
 
@@ -120,6 +124,18 @@ def test_the_compilers_own_words_are_shown(tmp_path: Path, sources: Path) -> Non
     assert not [entry for entry in made.cache.iterdir() if entry.name.startswith((".building", "generic"))]
 
 
+def test_sources_that_change_meanwhile_are_not_kept_under_their_old_key(tmp_path: Path, sources: Path) -> None:
+    compiler = tmp_path / "cxx"
+    # Edits what it is given, as somebody else might.
+    script = f'[ "$1" = --version ] && exit 0\nfor last; do :; done\necho "// more" >> {sources}/one.cpp\n: > "$last"\n'
+    compiler.write_text(f"#!/bin/sh\n{script}", encoding="utf-8")
+    compiler.chmod(0o755)
+    made = KernelBuild(GENERIC, tmp_path / "cache", str(compiler), sources=sources)
+    with pytest.raises(KernelBuildError, match="one.cpp changed while it was compiled; start again"):
+        made.compile()
+    assert not made.is_ready()
+
+
 def test_a_compiler_that_cannot_be_run_says_what_to_set(tmp_path: Path, sources: Path) -> None:
     made = KernelBuild(GENERIC, tmp_path, str(tmp_path / "nothing"), sources=sources)
     with pytest.raises(KernelBuildError, match="nothing cannot be run: .*set CXX to a C"):
@@ -145,8 +161,27 @@ def test_without_a_compiler_the_message_says_what_to_do(tmp_path: Path) -> None:
         find_compiler({})
 
 
-def test_building_ahead_never_fails_the_setup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_compiler_what_was_compiled_before_is_found(tmp_path: Path, sources: Path) -> None:
+    nothing = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
+    with pytest.raises(KernelBuildError, match="no C"):
+        find_build(GENERIC, nothing, sources)
+    with pytest.raises(KernelBuildError, match="holds no library, and there is no compiler"):
+        KernelBuild(GENERIC, tmp_path, None, sources=sources).compile()
+    made = find_build(GENERIC, {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, sources)
+    path = made.compile()
+    found = find_build(GENERIC, nothing, sources)
+    assert (found.compiler, found.path, found.compile()) == (None, path, path)
+    found.check_owner()
+    (sources / "one.cpp").write_text("", encoding="utf-8")
+    with pytest.raises(KernelBuildError, match="no C"):
+        find_build(GENERIC, nothing, sources)
+
+
+def test_building_ahead_never_fails_the_setup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert build.main() == 0
     assert "not compiled, plain torch will be used instead" in capsys.readouterr().out

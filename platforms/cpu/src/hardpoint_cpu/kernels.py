@@ -18,7 +18,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.logging import get_logger
 from hardpoint_cpu.host import Host
-from hardpoint_cpu.native.build import KernelBuild, KernelBuildError, cache_folder, find_compiler
+from hardpoint_cpu.native.build import KernelBuild, KernelBuildError, find_build
 from hardpoint_cpu.native.levels import Level, named_level
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class KernelProvider:
         if not self._is_enabled:
             self._give_up(_SWITCHED_OFF)
             return
-        self._build = KernelBuild(self.level, cache_folder(self._environment), find_compiler(self._environment))
+        self._build = find_build(self.level, self._environment)
         if self._build.is_ready():
             self._load()
         elif self._mode == "background":
@@ -236,7 +236,7 @@ class _Compilation:
 def find_report(level: Level, environment: Mapping[str, str] = os.environ) -> KernelReport:
     """What is to be found for ``level`` without loading or compiling anything."""
     try:
-        build = KernelBuild(level, cache_folder(environment), find_compiler(environment))
+        build = find_build(level, environment)
         path = build.path
     except KernelBuildError as error:
         return KernelReport(level.name, KernelState.UNAVAILABLE, None, str(error))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint_cpu.host import Host
-from hardpoint_cpu.native.build import KernelBuild, cache_folder, find_compiler
+from hardpoint_cpu.native.build import find_build
 from hardpoint_cpu.native.levels import named_level
 from hardpoint_cpu.native.library import NativeLibrary
 
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = Host()
     level = named_level(given.level, platform.machine(), host.cpu_flags())
     torch.set_num_threads(given.threads)
-    library = NativeLibrary(KernelBuild(level, cache_folder(), find_compiler()).compile(), threads=given.threads)
+    library = NativeLibrary(find_build(level).compile(), threads=given.threads)
     print(f"{host.model_name()}, {given.threads} threads, {library.isa}, torch {torch.__version__}")
     print(HEADER)
     kinds = [kind for kind in KINDS if kind.name in given.kinds]

@@ -1,9 +1,9 @@
 """Compiling the kernels into a cache that processes share. ``python -m hardpoint_cpu.native.build`` does it ahead.
 
-A library lies under a key made of the sources, the flags and the compiler's version, so nothing in the cache is ever
-out of date. It is compiled beside its place and moved there whole: whoever looks sees all of it or nothing. What one
-source compiles to is kept as well, so that a change of one file costs one file. Kernels do not link to torch, whose
-version therefore takes no part in the key.
+A library lies under keys made of the sources and flags and of the compiler's version, so nothing in the cache is ever
+out of date; where there is no compiler, one that was compiled before, by whichever, will do. It is compiled beside its
+place and moved there whole: whoever looks sees all of it or nothing. What one source compiles to is kept as well, so
+that a change of one file costs one file. Kernels do not link to torch, whose version therefore takes no part in keys.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.native.levels import Level, named_level
 
-__all__ = ["SOURCES", "KernelBuild", "KernelBuildError", "cache_folder", "find_compiler"]
+__all__ = ["SOURCES", "KernelBuild", "KernelBuildError", "cache_folder", "find_build", "find_compiler"]
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libhardpoint_cpu.so"
@@ -62,20 +63,26 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
     raise KernelBuildError(f"{what}; install g++ (Debian: apt-get install g++) or set CXX")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KernelBuild:
-    """The library of ``sources`` for ``level``. ``extra_flags`` make another one, such as one with sanitizers."""
+    """The library of ``sources`` for ``level``. ``extra_flags`` make another one, such as one with sanitizers.
+
+    Without a ``compiler`` it is the one that any compiler has made of them, where there is one.
+    """
 
     level: Level
     cache: Path
-    compiler: str
+    compiler: str | None
     extra_flags: tuple[str, ...] = ()
     sources: Path = SOURCES
 
-    @property
+    @cached_property
     def path(self) -> Path:
-        """Where the library lies once it is compiled."""
-        return self.cache / f"{self.level.name}-{self._key()}" / LIBRARY
+        """Where the library lies once it is compiled. Does not change, even if the sources do."""
+        start = f"{self.level.name}-{self._digest(self._files())}"
+        if self.compiler is not None:
+            return self.cache / f"{start}-{_version_key(self.compiler)}" / LIBRARY
+        return max(self.cache.glob(f"{start}-*/{LIBRARY}"), default=self.cache / f"{start}-none" / LIBRARY)
 
     def is_ready(self) -> bool:
         return self.path.exists()
@@ -85,12 +92,14 @@ class KernelBuild:
         path = self.path
         if path.exists():
             return path
+        if self.compiler is None:
+            raise KernelBuildError(f"{path.parent} holds no library, and there is no compiler to make one")
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_owner(self.cache)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=self.cache) as folder:
             made = Path(folder) / "whole"
             made.mkdir(mode=0o700)
-            self._compile_into(made)
+            self._compile_into(made, self.compiler)
             try:
                 made.rename(path.parent)
             except OSError:
@@ -107,37 +116,53 @@ class KernelBuild:
     def _flags(self) -> tuple[str, ...]:
         return (*FLAGS, *self.level.flags, f'-DHP_ISA="{self.level.name}"', *self.extra_flags)
 
-    def _key(self) -> str:
-        return self._digest(self._files())
-
     def _files(self) -> list[Path]:
         return sorted(path for path in self.sources.iterdir() if path.suffix in (".cpp", ".h"))
 
     def _digest(self, files: Sequence[Path]) -> str:
         digest = hashlib.sha256()
-        for part in (platform.machine(), _version(self.compiler), *self._flags()):
+        for part in (platform.machine(), *self._flags()):
             digest.update(part.encode() + b"\0")
         for source in files:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-        return digest.hexdigest()[:24]
+        return digest.hexdigest()[:20]
 
-    def _compile_into(self, folder: Path) -> None:
+    def _compile_into(self, folder: Path, compiler: str) -> None:
         units = [source for source in self._files() if source.suffix == ".cpp"]
         kept = self.cache / "objects"
         kept.mkdir(exist_ok=True, mode=0o700)
         _check_owner(kept)
+        version = _version_key(compiler)
 
         def compile_unit(unit: Path) -> Path:
-            target = kept / f"{unit.stem}-{self._digest(_included(unit))}.o"
+            key = self._digest(_included(unit))
+            target = kept / f"{unit.stem}-{key}-{version}.o"
             if not target.exists():
                 made = folder / target.name
-                _run([self.compiler, *self._flags(), "-c", str(unit), "-o", str(made)])
+                _run([compiler, *self._flags(), "-c", str(unit), "-o", str(made)])
+                if self._digest(_included(unit)) != key:
+                    raise KernelBuildError(f"{unit} changed while it was compiled; start again")
                 made.rename(target)
             return target
 
         with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
             objects = list(pool.map(compile_unit, units))
-        _run([self.compiler, *self._flags(), "-shared", *map(str, objects), "-o", str(folder / LIBRARY)])
+        _run([compiler, *self._flags(), "-shared", *map(str, objects), "-o", str(folder / LIBRARY)])
+
+
+def find_build(level: Level, environment: Mapping[str, str] = os.environ, sources: Path = SOURCES) -> KernelBuild:
+    """The build for ``level`` in the user's cache: with the compiler, or without one where it is compiled already.
+
+    Raises ``KernelBuildError`` where there is neither a compiler nor a library.
+    """
+    cache = cache_folder(environment)
+    try:
+        return KernelBuild(level, cache, find_compiler(environment), sources=sources)
+    except KernelBuildError:
+        found = KernelBuild(level, cache, None, sources=sources)
+        if not found.is_ready():
+            raise
+        return found
 
 
 def _check_owner(place: Path) -> None:
@@ -161,8 +186,9 @@ def _included(unit: Path) -> list[Path]:
     return sorted(found)
 
 
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"]).partition("\n")[0]
+def _version_key(compiler: str) -> str:
+    version = _run([compiler, "--version"]).partition("\n")[0]
+    return hashlib.sha256(version.encode()).hexdigest()[:8]
 
 
 def _run(command: Sequence[str]) -> str:
@@ -183,7 +209,7 @@ def main(arguments: Sequence[str] = (), sources: Path = SOURCES) -> int:
     """
     level = named_level("auto", platform.machine(), Host().cpu_flags())
     try:
-        build = KernelBuild(level, cache_folder(), find_compiler(), sources=sources)
+        build = find_build(level, sources=sources)
         if build.is_ready() and "--quiet" in arguments:
             return 0
         path = build.compile()
