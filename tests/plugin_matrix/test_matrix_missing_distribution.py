@@ -52,6 +52,7 @@ NEEDS: Mapping[str, Need] = {
         ("tensor_parallel_size is 2", "hardpoint.communicator.v1:gloo"),
         max_seconds=6 * MAX_SECONDS,  # said by ranks, which are processes that import the framework
     ),
+    "hardpoint-quantization": Need((*GENERATE, "--quantization", "int8"), ("hardpoint.quantization.v1:int8",)),
     "hardpoint-scheduling": Need(
         GENERATE, ("hardpoint.scheduler.v1:fcfs", "hardpoint.hash.v1:sha256", "hardpoint.kv_layout.v1:layer_outermost")
     ),
