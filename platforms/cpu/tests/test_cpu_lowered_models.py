@@ -265,6 +265,10 @@ class TestLateKernels:
         def library(self) -> NativeLibrary | None:
             return self.real.library() if self.state is KernelState.READY else None
 
+        def wait(self) -> NativeLibrary | None:
+            self.state = KernelState.READY
+            return self.library()
+
         def report(self) -> KernelReport:
             return KernelReport("generic", self.state, None, "out of registers")
 
@@ -285,6 +289,13 @@ class TestLateKernels:
         assert not is_waiting(compiler)
         assert stack_of(model) is not None
         require_equal(lowered, plain, STEPS[2:])
+
+    def test_a_run_that_must_not_change_bits_waits_for_them(
+        self, build: Callable[..., Built], kernels: KernelProvider
+    ) -> None:
+        model, _ = build("LlamaForCausalLM", head_dim=16)
+        linears, layers = lower(model, self.Late(kernels), batch_invariant=True)
+        assert linears.tokens == layers.tokens is not None
 
     def test_a_failed_compilation_is_reported_and_final(
         self, build: Callable[..., Built], kernels: KernelProvider

@@ -47,7 +47,8 @@ class NativeCompiler(Compiler):
     def lower(self, model: torch.nn.Module) -> list[LoweredRange]:
         if self._config.dtype != "float32":
             return [_refused((), f"kernels compute in float32, and --dtype is {self._config.dtype}")]
-        library = self._kernels.library()
+        # Changing over from plain torch later changes bits, which must not happen within a run that promised otherwise.
+        library = self._kernels.wait() if self._config.batch_invariant else self._kernels.library()
         if library is not None:
             return list(self._lower(model, library))
         report = self._kernels.report()
