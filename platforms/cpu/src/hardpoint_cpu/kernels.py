@@ -29,8 +29,9 @@ __all__ = ["KernelProvider", "KernelReport", "KernelState", "find_report"]
 BuildMode = Literal["background", "wait", "off"]
 _SWITCHED_OFF = "plugins.platform.cpu.kernels is off"
 LOST = "plain torch computes instead, several times slower"
-# One pool of threads per process, however many platforms are created in it (in tests); gone with its last user.
-_LOADED: weakref.WeakValueDictionary[tuple[Path, ThreadPlan], NativeLibrary] = weakref.WeakValueDictionary()
+# One pool of threads per process, however many platforms are created in it (in tests); gone with its last user. A child
+# that was forked has none of its parent's threads.
+_LOADED: weakref.WeakValueDictionary[tuple[int, Path, ThreadPlan], NativeLibrary] = weakref.WeakValueDictionary()
 
 
 class KernelState(enum.StrEnum):
@@ -181,18 +182,19 @@ class KernelProvider:
             raise RuntimeError("there is nothing to load before the first library()")
         build.check_owner()
         plan = self._threads or ThreadPlan(compute_threads=1)
-        key = (build.path, plan)
+        path = build.path
+        key = (os.getpid(), path, plan)
         library = _LOADED.get(key)
         if library is None:
             # Pinning needs a core for each thread, no more and no fewer.
             cores = plan.cores if len(plan.cores) == plan.compute_threads else ()
             try:
-                library = NativeLibrary(build.path, threads=plan.compute_threads, cores=cores)
+                library = NativeLibrary(path, threads=plan.compute_threads, cores=cores)
             except (OSError, ValueError) as error:
-                raise KernelBuildError(f"{build.path} cannot be loaded: {error}; delete its folder") from error
+                raise KernelBuildError(f"{path} cannot be loaded: {error}; delete its folder") from error
             _LOADED[key] = library
         self._library, self._state = library, KernelState.READY
-        self._logger.info("CPU kernels for %s on %d threads: %s", self.level.name, plan.compute_threads, key[0])
+        self._logger.info("CPU kernels for %s on %d threads: %s", self.level.name, plan.compute_threads, path)
 
     def _give_up(self, reason: str) -> None:
         self._state, self._reason = KernelState.UNAVAILABLE, reason
