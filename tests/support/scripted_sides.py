@@ -54,6 +54,7 @@ OUR_FACTS: Mapping[str, Any] = {
     "threads": 2,
     "ranks": 1,
     "precision": "float32 weights, activations and KV cache",
+    "notes": ["lowered by script"],
     "sizes": {},
 }
 """What our side tells. A model in the class of 4 bits it refuses."""

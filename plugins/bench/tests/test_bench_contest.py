@@ -107,7 +107,7 @@ def test_the_report_has_one_form(duel: Duel) -> None:
     assert list(report) == ["workload", "model", "settings", "machine", "figures", "phases", "peers", "ratios"]
     assert report["settings"] == {
         **SETTINGS,
-        **{name: FACTS[name] for name in ("dtype", "quantization", "precision", "ranks")},
+        **{name: FACTS[name] for name in ("dtype", "quantization", "precision", "notes", "ranks")},
     }
     assert list(report["machine"]) == ["cpu", "flags", "cores", "memory_gib", "system", "python", "torch", "threads"]
     figures = [
@@ -145,8 +145,10 @@ def test_the_table_names_sides_machine_and_ratio(duel: Duel) -> None:
     lines = text.splitlines()
     assert lines[0] == "tiny, prefix: 3 x (6 -> 5) tokens, 4 shared"
     assert "2 threads" in lines[1]
-    assert lines[2:4] == ["hardpoint: float32 weights, activations and KV cache", "rival: float32"]
-    assert lines[6].split() == ["hardpoint", "rival", "x", "rival"]
+    assert lines[2:5] == [
+        "hardpoint: float32 weights, activations and KV cache", "hardpoint: lowered by script", "rival: float32",
+    ]  # fmt: skip
+    assert lines[7].split() == ["hardpoint", "rival", "x", "rival"]
     (wall,) = [line for line in lines if line.startswith("wall_s")]
     assert wall.split("  ")[0] == "wall_s"
     assert "1.5 [1.5-1.5]" in wall

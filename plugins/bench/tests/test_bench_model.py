@@ -75,6 +75,7 @@ def test_latency_against_transformers(bench: Bench, tiny: Path) -> None:
         "latency", tiny, "--prompt-len", 24, "--output-len", 9, "--repeats", 1, "--compare", "transformers",
         "--dtype", "float32", "--max-num-seqs", 2,
     )  # fmt: skip
+    assert all("/" not in note for note in report["settings"].pop("notes"))
     assert report["settings"] == {
         "prompt_len": 24, "shared_prefix": 0, "output_len": 9, "batch": 1, "repeats": 1, "id_seed": 0, "executor": None,
         "scheduler": "fcfs", "plugins": {}, "dtype": "float32", "quantization": None,

@@ -73,6 +73,7 @@ def test_a_name_that_only_begins_alike_is_another_module() -> None:
     assert shares({"hardpointer.core:run": 1.0})[OTHER] == 1.0
 
 
+@pytest.mark.slow
 def test_modules_of_groups_exist() -> None:
     prefixes = [prefix for group in GROUPS for prefix in group.prefixes]
     assert [prefix for prefix in prefixes if importlib.util.find_spec(prefix) is None] == []

@@ -181,7 +181,8 @@ def test_settings_of_a_class_leave_the_others_alone() -> None:
     chosen = in_class(APP, CLASSES["int8"])
     assert chosen.engines["tiny"].model.quantization == "int8"
     assert APP.engines["tiny"].model.quantization is None
-    assert in_class(chosen, CLASSES["fp32"]) == APP
+    assert chosen.engines["tiny"].model.dtype == "float32"
+    assert in_class(chosen, CLASSES["fp32"]).engines["tiny"].model.quantization is None
 
 
 def test_workloads_shrink_but_stay_what_they_are() -> None:

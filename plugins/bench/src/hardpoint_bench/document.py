@@ -131,12 +131,20 @@ def _class(name: str, measured: Result) -> Iterator[str]:
         )
         rows.append(["fraction of the limit", "", *(_fraction(workloads, one, figure) for one, figure, _ in COLUMNS)])
         yield from _table(rows)
+        yield from _notes(first["settings"])
         yield f"\n![Engines in the class {name}](performance/peers-{name}.svg)\n"
         yield from _phases(workloads)
     for who, why in measured["faults"].items():
         yield f"- {who}: failed ({why})."
     for who, why in measured["absent"].items():
         yield f"- {who}: took no part ({why})."
+
+
+def _notes(settings: Result) -> Iterator[str]:
+    """What Hardpoint said of the kernels it ran."""
+    if notes := settings.get("notes"):
+        yield ""
+        yield from (f"- hardpoint: {note}" for note in notes)
 
 
 def _phases(workloads: Result) -> Iterator[str]:

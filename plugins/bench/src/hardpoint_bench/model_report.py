@@ -12,7 +12,7 @@ from hardpoint_bench.measure import condensed
 
 __all__ = ["aligned", "ratios", "report_of", "table"]
 
-_IN_SETTINGS = ("dtype", "quantization", "precision", "ranks")
+_IN_SETTINGS = ("dtype", "quantization", "precision", "notes", "ranks")
 _PER_SECOND = "_per_s"
 _NO_CONTEST = ("cached_tokens",)
 _PHASES = ("interpreter", "imports", "torch_import", "plugins", "weights", "warm_up", "first_token")
@@ -72,6 +72,7 @@ def table(report: Mapping[str, Any]) -> str:
     ]
     sides = {"hardpoint": report, **report["peers"]}
     lines[2:2] = [f"{name}: {side['precision']}" for name, side in {"hardpoint": settings, **report["peers"]}.items()]
+    lines[3:3] = [f"hardpoint: {note}" for note in settings["notes"]]
     rows = [["", *sides, *(f"x {name}" for name in report["peers"])]] if report["peers"] else []
     for section in ("figures", "phases"):
         if any(side[section] for side in sides.values()):

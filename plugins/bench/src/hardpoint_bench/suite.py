@@ -120,7 +120,9 @@ class Suite:
 def in_class(config: AppConfig, chosen: PrecisionClass) -> AppConfig:
     """``config`` with the setting that puts our side into the class."""
     engines = {
-        name: engine.model_copy(update={"model": engine.model.model_copy(update={"quantization": chosen.quantization})})
+        name: engine.model_copy(
+            update={"model": engine.model.model_copy(update={"quantization": chosen.quantization, "dtype": "float32"})}
+        )
         for name, engine in config.engines.items()
     }
     return config.model_copy(update={"engines": engines})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hardpoint import LLM
 from hardpoint.config import AppConfig
 from hardpoint_bench.measure import run_prompts
 
-_ENGINE_LOGGER = "hardpoint.engine"
+_LOGGER = "hardpoint"
 _KV_PLANNED = "KV cache:"
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
@@ -20,16 +21,28 @@ _SIZES = (
 _WEIGHTS = {"int8": "int8 weights", "int4": "int4 weights in groups", "gguf": "weights packed as in the file"}
 
 
-class _WeightsLoaded(logging.Handler):
-    """The engine says once that it planned its KV cache: the weights are in place then, and the warm-up comes next."""
+_NOTED = ("CPU kernels ", "compiling CPU kernels ", "lowered by ", "not lowered by ", "steps are not run ")
+"""How messages begin that say what computes."""
+_FOLDERS = re.compile(r"/\S*/")
+
+
+class _Listener(logging.Handler):
+    """The engine says once that it planned its KV cache: the weights are in place then, and the warm-up comes next.
+
+    ``notes`` are warnings and what tells which kernels run, without the folders of this machine.
+    """
 
     def __init__(self, phases: Any) -> None:
         super().__init__(logging.INFO)
         self._phases = phases
+        self.notes: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith(_KV_PLANNED):
+        message = record.getMessage()
+        if message.startswith(_KV_PLANNED):
             self._phases.begin("warm_up")
+        elif record.levelno >= logging.WARNING or message.startswith(_NOTED):
+            self.notes[_FOLDERS.sub("", message)] = None
 
 
 class Engine:
@@ -62,12 +75,13 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
             super().__init__(model, launch=watched, **settings)
 
     phases.begin("plugins")
-    logger, handler, level = logging.getLogger(_ENGINE_LOGGER), _WeightsLoaded(phases), logging.INFO
-    logger.addHandler(handler)
-    logger.setLevel(level)
+    logger, listener = logging.getLogger(_LOGGER), _Listener(phases)
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
     llm = Watched.from_config(AppConfig.model_validate(job["config"]))
-    logger.removeHandler(handler)
-    return Engine(llm, _facts(llm, seen["spec"], job["config"]["plugins"].get("quantization", {})))
+    logger.removeHandler(listener)
+    facts = _facts(llm, seen["spec"], job["config"]["plugins"].get("quantization", {}))
+    return Engine(llm, {**facts, "notes": list(listener.notes)})
 
 
 def _facts(llm: LLM, spec: Any, methods: dict[str, Any]) -> dict[str, Any]:
