@@ -1,6 +1,6 @@
 // Planning: query tokens of a row that share tiles of keys are one item per KV head; threads take the largest first.
-// Where there are few items with long contexts (a lone request that decodes), the tiles of one item are given to several
-// threads, and merged afterwards in the order in which one thread would have merged them.
+// Where there are few items with long contexts (a lone request that decodes), the tiles of one item go to several
+// threads, and are merged afterwards in the order in which one thread would have merged them.
 #include "attention.h"
 
 #include <cmath>
@@ -17,6 +17,7 @@ constexpr std::int64_t kItemTokens = 64;
 constexpr std::int64_t kLeastTokens = 8;
 constexpr std::int64_t kLightRows = 24;  // so few that the tiles of an item are worth dividing
 constexpr std::int64_t kItemsPerThread = 4;
+constexpr std::int64_t kSeries = 8;      // most pieces of light items that a thread takes at once
 constexpr float kLn2 = 0.693147180559945309f;
 
 alignas(kAlignment) float no_values[kMaxHeadSize] = {};
@@ -32,9 +33,16 @@ struct Piece {
   std::int64_t first_tile, last_tile;
 };
 
+// A tile of a piece: what a thread is at.
+struct Visit {
+  const Piece* piece;
+  std::int64_t tile;
+};
+
 // What a thread works with.
 struct Desk {
   TileRoom room;
+  Found found[2];  // of this tile and of the next one
   float *queries, *logits;
   Sum *totals, *partial;
 };
@@ -78,9 +86,11 @@ class Step {
   std::int64_t divide(Item* items, std::int64_t count, int threads, Piece* pieces, Arena& arena) const;
 
   Desk make_desk(std::int64_t most_rows, Arena& arena) const;
-  void work(const Piece& piece, Desk& desk) const;
+  void work(const Piece* begin, const Piece* end, Desk& desk) const;
+  bool advance(Visit& visit, const Piece* end) const;
+  void find(const Visit& visit, Found& found) const;
   void load_queries(const Item& item, float* queries) const;
-  void pass(const Item& item, std::int64_t tile, Desk& desk) const;
+  void pass(const Visit& visit, const Found& found, const Found* next, Desk& desk) const;
   void finish(const Item& item, Sum* totals) const;
 
   const AttentionLayer& layer_;
@@ -176,7 +186,12 @@ void Step::run(Pool& pool, Arena& arena) const {
   Desk* desks = arena.take<Desk>(pool.size());
   for (int thread = 0; thread < pool.size(); ++thread) desks[thread] = make_desk(most_rows, arena);
 
-  pool.run(num_pieces, [&](std::int64_t piece, int thread) { work(pieces[piece], desks[thread]); });
+  // Who computes several pieces in a row can ask for the next one's keys before it gets there.
+  const std::int64_t wanted = num_pieces / (2 * kItemsPerThread * pool.size());
+  const std::int64_t series = most_rows > kLightRows ? 1 : std::clamp<std::int64_t>(wanted, 1, kSeries);
+  pool.run(ceil_div(num_pieces, series), [&](std::int64_t number, int thread) {
+    work(pieces + number * series, pieces + std::min(num_pieces, (number + 1) * series), desks[thread]);
+  });
   if (num_pieces == count) return;
   pool.run(count, [&](std::int64_t i, int thread) {
     const Item& item = items[i];
@@ -192,12 +207,35 @@ void Step::run(Pool& pool, Arena& arena) const {
   });
 }
 
-void Step::work(const Piece& piece, Desk& desk) const {
-  const Item& item = *piece.item;
-  load_queries(item, desk.queries);
-  for (std::int64_t row = 0; row < query_rows(item); ++row) desk.totals[row].largest = kNothing;
-  for (std::int64_t tile = piece.first_tile; tile < piece.last_tile; ++tile) pass(item, tile, desk);
-  if (item.kept == nullptr) finish(item, desk.totals);
+void Step::work(const Piece* begin, const Piece* end, Desk& desk) const {
+  Visit visit{begin, begin->first_tile};
+  find(visit, desk.found[0]);
+  for (int turn = 0, goes_on = 1; goes_on != 0; turn ^= 1) {
+    const Visit now = visit;
+    const Item& item = *now.piece->item;
+    goes_on = advance(visit, end);
+    if (goes_on) find(visit, desk.found[turn ^ 1]);
+    if (now.tile == now.piece->first_tile) {
+      load_queries(item, desk.queries);
+      for (std::int64_t row = 0; row < query_rows(item); ++row) desk.totals[row].largest = kNothing;
+    }
+    pass(now, desk.found[turn], goes_on ? &desk.found[turn ^ 1] : nullptr, desk);
+    if (now.tile + 1 == now.piece->last_tile && item.kept == nullptr) finish(item, desk.totals);
+  }
+}
+
+// False where nothing follows. Pieces have at least one tile, since a token sees itself.
+bool Step::advance(Visit& visit, const Piece* end) const {
+  if (++visit.tile < visit.piece->last_tile) return true;
+  if (++visit.piece == end) return false;
+  visit.tile = visit.piece->first_tile;
+  return true;
+}
+
+void Step::find(const Visit& visit, Found& found) const {
+  const Item& item = *visit.piece->item;
+  const Range whole = within(visit.tile, {seen(item, item.begin).begin, seen(item, item.end - 1).end});
+  source_.find(item.row, item.head, visit.tile * kTile, whole, found);
 }
 
 // Blocks of rows, [head size][rows of the block] each, with the scale in them.
@@ -205,21 +243,23 @@ void Step::load_queries(const Item& item, float* queries) const {
   const std::int64_t rows = query_rows(item), size = layer_.head_size;
   for (std::int64_t first = 0; first < rows; first += kRowBlock) {
     const std::int64_t width = std::min(kRowBlock, rows - first);
+    const float* lines[kRowBlock];
     for (std::int64_t r = 0; r < width; ++r) {
       const std::int64_t token = rows_.query_start[item.row] + item.begin + (first + r) / group_;
       const std::int64_t head = item.head * group_ + (first + r) % group_;
-      const float* query = tokens_.query + token * tokens_.query_stride + head * size;
-      float* column = queries + first * size + r;
-      for (std::int64_t d = 0; d < size; ++d) column[d * width] = query[d] * logits_.query_scale;
+      lines[r] = tokens_.query + token * tokens_.query_stride + head * size;
     }
+    float* next = queries + first * size;
+    for (std::int64_t d = 0; d < size; ++d)
+      for (std::int64_t r = 0; r < width; ++r) *next++ = lines[r][d] * logits_.query_scale;
   }
 }
 
 // All rows of an item against one tile.
-void Step::pass(const Item& item, std::int64_t tile, Desk& desk) const {
-  const Range whole = within(tile, {seen(item, item.begin).begin, seen(item, item.end - 1).end});
-  const TileView view = source_.load(item.row, item.head, tile * kTile, whole, desk.room);
-  const std::int64_t rows = query_rows(item);
+void Step::pass(const Visit& visit, const Found& found, const Found* next, Desk& desk) const {
+  const Item& item = *visit.piece->item;
+  const std::int64_t tile = visit.tile, rows = query_rows(item);
+  const TileView view = source_.load(found, tile * kTile, next, desk.room);
   Sum* kept = item.kept == nullptr ? nullptr : item.kept + (tile - item.first_tile) * rows;
   for (std::int64_t first = 0; first < rows; first += kRowBlock) {
     RowBlock block;
@@ -232,7 +272,7 @@ void Step::pass(const Item& item, std::int64_t tile, Desk& desk) const {
       block.places[r] = position(item, token);
       block.slopes[r] = layer_.alibi_slopes == nullptr ? nullptr : layer_.alibi_slopes + head;
     }
-    attend(view, block, logits_, kept == nullptr ? desk.partial : kept + first);
+    attend(view, block, logits_, first == 0 ? next : nullptr, kept == nullptr ? desk.partial : kept + first);
     if (kept != nullptr) continue;
     for (std::int64_t r = 0; r < block.rows; ++r)
       merge(desk.totals[first + r], desk.partial[r], source_.padded_size());

@@ -1,8 +1,8 @@
 // Attention over a paged cache for rows of any length at once, and the writing of what it reads.
 //
-// Keys are taken in tiles of a fixed size at fixed positions. What one query head of one token makes of a tile depends on
-// nothing but that tile, and its tiles are merged from the first to the last: a result has the same bits whatever else is
-// computed with it, however the prompt was cut into steps, and whichever threads take part.
+// Keys are taken in tiles of a fixed size at fixed positions. What one query head of one token makes of a tile depends
+// on nothing but that tile, and its tiles are merged from the first to the last: a result has the same bits whatever
+// else is computed with it, however the prompt was cut into steps, and whichever threads take part.
 #pragma once
 
 #include <limits>
@@ -57,7 +57,8 @@ struct FreshKV {
   std::int64_t key_stride, value_stride;
 };
 
-// Every token of every row. Raises std::invalid_argument for sizes that do not fit together and blocks that do not exist.
+// Every token of every row. Throws std::invalid_argument for sizes that do not fit together and blocks that do not
+// exist.
 void attention(const AttentionLayer& layer, const AttentionRows& rows, const KVCache& cache,
                const AttentionTokens& tokens, Pool& pool, Arena& arena);
 

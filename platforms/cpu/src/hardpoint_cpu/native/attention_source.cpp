@@ -92,10 +92,11 @@ Source::Source(const AttentionLayer& layer, const AttentionRows& rows, const KVC
     : rows_(rows), head_size_(layer.head_size), padded_(round_up(layer.head_size, vf::W)), stored_(cache.stored) {
   check(layer, rows);
   const std::int64_t size = element_bytes(cache.stored);
-  require(rows.rows == 0 || (cache.data != nullptr && rows.block_table != nullptr), "a cache or its block table is missing");
+  require(rows.rows == 0 || (cache.data != nullptr && rows.block_table != nullptr),
+          "a cache or its block table is missing");
   require(cache.block_size > 0 && cache.blocks > 0, cache.blocks, " blocks of ", cache.block_size, " tokens");
   key_ = static_cast<const char*>(cache.data);
-  value_ = key_ + layer.head_size * size;
+  value_ = key_ == nullptr ? nullptr : key_ + layer.head_size * size;
   block_size_ = cache.block_size;
   block_stride_ = cache.block_stride * size;
   key_stride_ = value_stride_ = cache.state_stride * size;
@@ -115,7 +116,9 @@ Source::Source(const AttentionLayer& layer, const AttentionRows& rows, const Fre
   key_head_stride_ = value_head_stride_ = layer.head_size * std::int64_t{sizeof(float)};
 }
 
-void Source::find(std::int64_t row, std::int64_t head, std::int64_t position, Range range, TileRoom& room) const {
+void Source::find(std::int64_t row, std::int64_t head, std::int64_t position, Range range, Found& found) const {
+  found.range = range;
+  found.lines = ceil_div(head_size_ * element_bytes(stored_), std::int64_t{kAlignment});
   for (std::int64_t i = range.begin; i < range.end;) {
     const std::int64_t column = (position + i) / block_size_, place = (position + i) % block_size_;
     std::int64_t state = place, block = 0;
@@ -128,32 +131,32 @@ void Source::find(std::int64_t row, std::int64_t head, std::int64_t position, Ra
     const char* value = value_ + block * block_stride_ + head * value_head_stride_ + state * value_stride_;
     const std::int64_t end = std::min(range.end, i + (block_size_ - place));
     for (; i < end; ++i, key += key_stride_, value += value_stride_) {
-      room.found_keys[i] = key;
-      room.found_values[i] = value;
+      found.keys[i] = key;
+      found.values[i] = value;
     }
   }
 }
 
-TileView Source::load(std::int64_t row, std::int64_t head, std::int64_t position, Range range, TileRoom& room) const {
-  find(row, head, position, range, room);
+TileView Source::load(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const {
+  const Range range = found.range;
   const Range whole{range.begin / kColumns * kColumns, round_up(range.end, kColumns)};
   for (std::int64_t i = whole.begin; i < whole.end; ++i) {
     if (i < range.begin || i >= range.end) {
       room.keys[i] = room.values[i] = zeros;
     } else if (is_direct()) {
-      room.keys[i] = static_cast<const float*>(room.found_keys[i]);
-      room.values[i] = static_cast<const float*>(room.found_values[i]);
+      room.keys[i] = reinterpret_cast<const float*>(found.keys[i]);
+      room.values[i] = reinterpret_cast<const float*>(found.values[i]);
     } else {
       float* key = room.widened + i * padded_;
       float* value = key + kTile * padded_;
-      widen_elements(stored_, room.found_keys[i], head_size_, key);
-      widen_elements(stored_, room.found_values[i], head_size_, value);
+      widen_elements(stored_, found.keys[i], head_size_, key);
+      widen_elements(stored_, found.values[i], head_size_, value);
       for (std::int64_t d = head_size_; d < padded_; ++d) value[d] = 0.0f;
       room.keys[i] = key;
       room.values[i] = value;
     }
   }
-  transpose_keys(room.keys, whole, head_size_, room.columns);
+  transpose_keys(room.keys, whole, head_size_, next, room.columns);
   return {room.columns, room.values, position, head_size_, padded_};
 }
 

@@ -10,8 +10,6 @@ namespace hp {
 struct TileRoom {
   float* columns;   // [head size][kTile]
   float* widened;   // [2][kTile][padded size]: keys and values that are not stored as the kernels read them, or null
-  const void* found_keys[kTile];
-  const void* found_values[kTile];
   const float* keys[kTile];
   const float* values[kTile];
 };
@@ -26,12 +24,13 @@ class Source {
   std::int64_t column_floats() const { return head_size_ * kTile; }
   std::int64_t widened_floats() const { return is_direct() ? 0 : 2 * kTile * padded_; }
 
-  // Keys `range` of the tile that begins at `position`, of one KV head of a row.
-  TileView load(std::int64_t row, std::int64_t head, std::int64_t position, Range range, TileRoom& room) const;
+  // Keys `range` of the tile that begins at `position`, of one KV head of a row: where they lie,
+  void find(std::int64_t row, std::int64_t head, std::int64_t position, Range range, Found& found) const;
+  // and for kernels to read. `next`: what will be loaded afterwards, or null.
+  TileView load(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const;
 
  private:
   bool is_direct() const { return stored_ == Stored::kFloat32 && padded_ == head_size_; }
-  void find(std::int64_t row, std::int64_t head, std::int64_t position, Range range, TileRoom& room) const;
 
   const AttentionRows& rows_;
   const std::int64_t head_size_, padded_;

@@ -23,12 +23,17 @@ void score(const float* queries, const float* keys, std::int64_t head_size, floa
 
 // N vectors of the values of keys `range`, weighed for R rows; each entry is one chain over the keys.
 template <int R, int N>
-void weigh(const float* weights, const float* const* values, Range range, std::int64_t column, const Sum* sums) {
+void weigh(const float* weights, const float* const* values, Range range, std::int64_t column, const Found* next,
+           const Sum* sums) {
+  static const Found nothing{};
+  Ahead ahead(next == nullptr ? nothing.values : next->values, next == nullptr ? nothing : *next,
+              range.end - range.begin);
   vf acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < N; ++j) acc[r][j] = vf::set(0.0f);
   for (std::int64_t k = range.begin; k < range.end; ++k) {
     const float* line = values[k] + column;
+    if (next != nullptr) ahead.ask();
     vf v[N];
     for (int j = 0; j < N; ++j) v[j] = vf::load(line + j * vf::W);
     for (int r = 0; r < R; ++r) {
@@ -95,7 +100,7 @@ __attribute__((noinline)) void soften(float* line, Range seen, Range all, Sum& s
 }
 
 template <int R>
-void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums) {
+void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logits, const Found* next, Sum* sums) {
   Range all{kTile, 0};
   for (int r = 0; r < R; ++r) {
     if (block.seen[r].empty()) continue;
@@ -112,18 +117,19 @@ void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logi
     soften(line, block.seen[r], all, sums[r]);
   }
   std::int64_t column = 0;
-  for (; column + kColumns <= tile.padded_size; column += kColumns)
-    weigh<R, kVectors>(block.logits, tile.values, all, column, sums);
-  for (; column < tile.padded_size; column += vf::W) weigh<R, 1>(block.logits, tile.values, all, column, sums);
+  for (; column + kColumns <= tile.padded_size; column += kColumns, next = nullptr)
+    weigh<R, kVectors>(block.logits, tile.values, all, column, next, sums);
+  for (; column < tile.padded_size; column += vf::W, next = nullptr)
+    weigh<R, 1>(block.logits, tile.values, all, column, next, sums);
 }
 
 }  // namespace
 
-void attend(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums) {
-  using Call = void (*)(const TileView&, const RowBlock&, const Logits&, Sum*);
+void attend(const TileView& tile, const RowBlock& block, const Logits& logits, const Found* next, Sum* sums) {
+  using Call = void (*)(const TileView&, const RowBlock&, const Logits&, const Found*, Sum*);
   static constexpr Call calls[kRowBlock] = {attend_rows<1>, attend_rows<2>, attend_rows<3>,
                                             attend_rows<4>, attend_rows<5>, attend_rows<6>};
-  calls[block.rows - 1](tile, block, logits, sums);
+  calls[block.rows - 1](tile, block, logits, next, sums);
 }
 
 __attribute__((noinline)) void merge(Sum& total, const Sum& part, std::int64_t padded_size) {

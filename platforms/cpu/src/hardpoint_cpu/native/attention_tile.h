@@ -36,6 +36,30 @@ struct Sum {
   float* values;
 };
 
+// Where keys `range` of a tile lie, by key, with values likewise; `lines` of the processor's cache each.
+struct Found {
+  const char* keys[kTile];
+  const char* values[kTile];
+  Range range;
+  std::int64_t lines;
+};
+
+// Asks for the tile that comes next while this one is computed with: a share of it at each of `steps` calls.
+class Ahead {
+ public:
+  Ahead(const char* const* rows, const Found& next, std::int64_t steps)
+      : rows_(rows), at_(next.range.begin), end_(next.range.end), lines_(next.lines),
+        share_(ceil_div(std::max<std::int64_t>(end_ - at_, 0), std::max<std::int64_t>(steps, 1))) {}
+  void ask() {
+    for (const std::int64_t stop = std::min(end_, at_ + share_); at_ < stop; ++at_)
+      for (std::int64_t line = 0; line < lines_; ++line) __builtin_prefetch(rows_[at_] + line * kAlignment, 0, 2);
+  }
+
+ private:
+  const char* const* rows_;
+  std::int64_t at_, end_, lines_, share_;
+};
+
 // One tile as rows see it. `keys` [head size][kTile] holds keys by columns, zeros where nobody looks.
 struct TileView {
   const float* keys;
@@ -54,19 +78,25 @@ struct RowBlock {
   const float* slopes[kRowBlock];   // ALiBi, natural; null: none
 };
 
-// What the rows make of a tile: `sums`, whose values it fills. Rows that see nothing get the logit kNothing.
-void attend(const TileView& tile, const RowBlock& block, const Logits& logits, Sum* sums);
+// What the rows make of a tile: `sums`, whose values it fills. Rows that see nothing get the logit kNothing. `next`:
+// the tile whose values will be wanted afterwards, or null.
+void attend(const TileView& tile, const RowBlock& block, const Logits& logits, const Found* next, Sum* sums);
 
 // `total` with `part` after it.
 void merge(Sum& total, const Sum& part, std::int64_t padded_size);
 
-// Keys by columns: column i of `columns` [head size][kTile] is `rows[i]`, for whole vectors of columns that touch `range`.
-// `rows` [kTile] are valid there, `head_size` long.
-void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, float* columns);
+// Keys by columns: column i of `columns` [head size][kTile] is `rows[i]`, for whole vectors of columns that touch
+// `range`. `rows` [kTile] are valid there, `head_size` long. `next`: the tile whose keys will be wanted afterwards,
+// or null.
+void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, const Found* next, float* columns);
 
 // 2^x for x <= 0 to about two units in the last place; 0 or next to nothing from -126 down.
 inline vf exp2_below(vf x) {
+#if defined(__AVX512F__)
+  const vf clamped = max(x, vf::set(-200.0f));
+#else
   const vf clamped = max(x, vf::set(-126.0f));
+#endif
   const vf n = round(clamped);
   const vf r = clamped - n;
   vf p = vf::set(1.3264726899e-3f);
@@ -75,7 +105,11 @@ inline vf exp2_below(vf x) {
   p = fma(p, r, vf::set(2.4022242085e-1f));
   p = fma(p, r, vf::set(6.9314697760e-1f));
   p = fma(p, r, vf::set(1.0f));
+#if defined(__AVX512F__)
+  return {_mm512_scalef_ps(p.v, n.v)};
+#else
   return p * exp2_int(n);
+#endif
 }
 
 }  // namespace hp

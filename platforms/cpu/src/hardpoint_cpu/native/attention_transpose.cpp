@@ -21,7 +21,8 @@ void transpose_square(const float* const* rows, std::int64_t d, float* target) {
     a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
   }
   for (int c = 0; c < 4; ++c) {
-    const __m512 low01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x44), high01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xee);
+    const __m512 low01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x44);
+    const __m512 high01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xee);
     const __m512 low23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x44);
     const __m512 high23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xee);
     _mm512_storeu_ps(target + (0 + c) * kTile, _mm512_shuffle_f32x4(low01, low23, 0x88));
@@ -63,8 +64,13 @@ void transpose_square(const float* const* rows, std::int64_t d, float* target) {
 
 }  // namespace
 
-void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, float* columns) {
-  for (std::int64_t first = range.begin / vf::W * vf::W; first < range.end; first += vf::W) {
+void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, const Found* next, float* columns) {
+  const std::int64_t begin = range.begin / vf::W * vf::W;
+  static const Found nothing{};
+  Ahead ahead(next == nullptr ? nothing.keys : next->keys, next == nullptr ? nothing : *next,
+              ceil_div(range.end - begin, vf::W));
+  for (std::int64_t first = begin; first < range.end; first += vf::W) {
+    ahead.ask();
     std::int64_t d = 0;
     for (; d + vf::W <= head_size; d += vf::W) transpose_square(rows + first, d, columns + d * kTile + first);
     for (; d < head_size; ++d)

@@ -26,7 +26,8 @@ void write_kv(const AttentionLayer& layer, const FreshKV& fresh, const std::int6
         char* place = static_cast<char*>(cache.data) +
                       (block * cache.block_stride + head * cache.head_stride + state * cache.state_stride) * bytes;
         store_elements(cache.stored, fresh.key + token * fresh.key_stride + head * size, size, place);
-        store_elements(cache.stored, fresh.value + token * fresh.value_stride + head * size, size, place + size * bytes);
+        const float* value = fresh.value + token * fresh.value_stride + head * size;
+        store_elements(cache.stored, value, size, place + size * bytes);
       }
     }
   });
