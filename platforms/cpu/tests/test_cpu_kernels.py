@@ -113,6 +113,7 @@ class TestReport:
     def test_the_probe_tells_the_same(self) -> None:
         answer = probe()
         assert answer.details["kernels"] in answer.reason
+        assert answer.details.get("kernel_reason", answer.details.get("kernel_path", "")[:20]) in answer.reason
 
     def test_without_a_compiler_there_is_no_place(self) -> None:
         report = find_report(named_level("generic", "x86_64", ()), NOWHERE)

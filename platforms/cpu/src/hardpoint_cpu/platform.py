@@ -76,7 +76,8 @@ def probe() -> ProbeResult:
     if not hasattr(os, "sched_getaffinity"):
         return ProbeResult(ProbeStatus.ABSENT, f"no CPU affinity on {sys.platform}; Linux is supported")
     found = find_report(best_level(platform.machine(), Host().cpu_flags()))
-    what = f"{len(os.sched_getaffinity(0))} logical CPUs, kernels for {found.level} {found.state}"
+    place = f": {found.reason}" if found.path is None else f" in {found.path.parent}"
+    what = f"{len(os.sched_getaffinity(0))} logical CPUs, kernels for {found.level} {found.state}{place}"
     return ProbeResult(ProbeStatus.AVAILABLE, what, found.facts())
 
 
