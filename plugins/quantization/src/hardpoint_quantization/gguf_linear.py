@@ -14,7 +14,7 @@ from hardpoint.interfaces.model_source import WeightTensor
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
 from hardpoint_quantization.gguf_blocks import BLOCK_TYPES, BlockType, decode_rows
 from hardpoint_quantization.grouped import product_of_pieces
-from hardpoint_quantization.online import CHUNK_WEIGHTS
+from hardpoint_quantization.rounding import CHUNK_WEIGHTS
 from hardpoint_torch_runtime.layers import DenseWeight, GGUFPart, GGUFWeight, Placement
 from hardpoint_torch_runtime.weights import shared_tensor
 

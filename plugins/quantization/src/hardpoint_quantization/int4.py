@@ -17,7 +17,8 @@ from hardpoint.interfaces.quantization import LinearMethod, LinearShape, Quantiz
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint_quantization.grouped import product_of_pieces
 from hardpoint_quantization.int8 import Int8Linear
-from hardpoint_quantization.online import CHUNK_WEIGHTS, OnlineMethod, OnlineOptions, target_rows
+from hardpoint_quantization.online import OnlineMethod, OnlineOptions, target_rows
+from hardpoint_quantization.rounding import CHUNK_WEIGHTS
 from hardpoint_torch_runtime.layers import NIBBLE_RUN, GroupedInt4Weight, Placement
 
 __all__ = ["Int4Linear", "Int4Method", "Int4Options", "create", "int4_groups", "int4_values"]

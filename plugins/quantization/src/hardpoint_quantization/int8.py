@@ -7,6 +7,7 @@ numbers. Legend: T tokens, I input size, O output size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -15,8 +16,9 @@ from pydantic import Field
 from hardpoint.interfaces.plugin import plugin
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerContext
+from hardpoint_quantization.grouped import product_of_pieces
 from hardpoint_quantization.online import OnlineMethod, OnlineOptions, target_rows
-from hardpoint_quantization.rounding import int8_rows, integer_product
+from hardpoint_quantization.rounding import CHUNK_WEIGHTS, int8_rows, integer_product
 from hardpoint_torch_runtime.layers import ChannelInt8Weight, Placement
 
 __all__ = ["Int8Linear", "Int8Method", "Int8Options", "create"]
@@ -61,8 +63,8 @@ class Int8Linear(LinearMethod):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight, scale = layer.get_parameter("weight"), layer.get_buffer("weight_scale")
         if not self._int8_activations:
-            dense = (weight.float() * scale.unsqueeze(1)).to(x.dtype)
-            return torch.nn.functional.linear(x, dense, bias)
+            pieces = _unpacked(weight, scale)
+            return product_of_pieces(x, pieces, bias, len(weight), int8_activations=False)
         rounded, scales = int8_rows(x)
         flat = rounded.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         product = integer_product(flat, weight).view(*x.shape[:-1], len(weight))
@@ -86,6 +88,13 @@ class Int8Linear(LinearMethod):
         nothing = torch.empty(0, dtype=torch.int8, device=self._device)
         layer.register_parameter("weight", torch.nn.Parameter(nothing, requires_grad=False))
         layer.register_buffer("weight_scale", torch.empty(0, device=self._device))
+
+
+def _unpacked(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
+    """float32 rows [some of O, I], in order."""
+    step = max(1, CHUNK_WEIGHTS // weight.shape[1])
+    for first in range(0, len(weight), step):
+        yield weight[first : first + step].float() * scale[first : first + step].unsqueeze(1)
 
 
 class Int8Method(OnlineMethod):

@@ -14,13 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
+from hardpoint_quantization.rounding import CHUNK_WEIGHTS
 from hardpoint_quantization.selection import Selection
 from hardpoint_torch_runtime.layers import Placement
 
-__all__ = ["ABSORBED", "CHUNK_WEIGHTS", "OnlineMethod", "OnlineOptions", "target_rows"]
-
-CHUNK_WEIGHTS = 1 << 18
-"""Weights that are converted at once: temporaries take a few times four bytes of each."""
+__all__ = ["ABSORBED", "OnlineMethod", "OnlineOptions", "target_rows"]
 
 ABSORBED = ("kv_b_proj",)
 """Layers that latent attention unpacks whole when loading ends: quantizing them would only add to the memory."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["EXACT_INPUTS", "LARGEST_INT8", "int8_rows", "integer_product"]
+__all__ = ["CHUNK_WEIGHTS", "EXACT_INPUTS", "LARGEST_INT8", "int8_rows", "integer_product"]
 
 LARGEST_INT8 = 127
 """-128 is never used, so that a value and its negative round alike."""
+
+CHUNK_WEIGHTS = 1 << 18
+"""Weights that are converted at once: temporaries take a few times four bytes of each, and should fit into a cache."""
 
 EXACT_INPUTS = 1024
 """So many products of int8 values sum to less than 2 ** 24: float32 holds every partial sum exactly."""
@@ -33,7 +36,15 @@ def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Products of floats that are whole numbers are exact as long as the sums fit, in whatever order they are added.
     """
-    num_inputs = x.shape[-1]
+    output = torch.empty(len(x), len(weight), device=x.device)
+    step = max(1, CHUNK_WEIGHTS // max(1, weight.shape[1]))
+    for first in range(0, len(weight), step):
+        output[:, first : first + step] = _product_of_few(x, weight[first : first + step])
+    return output
+
+
+def _product_of_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    num_inputs = x.shape[1]
     if num_inputs <= EXACT_INPUTS:
         return torch.nn.functional.linear(x.float(), weight.float())
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64, device=x.device)
