@@ -238,20 +238,12 @@ void Step::find(const Visit& visit, Found& found) const {
   source_.find(item.row, item.head, visit.tile * kTile, whole, found);
 }
 
-// Blocks of rows, [head size][rows of the block] each, with the scale in them.
+// [query rows][head size], with the scale in them. The heads of a token lie side by side.
 void Step::load_queries(const Item& item, float* queries) const {
-  const std::int64_t rows = query_rows(item), size = layer_.head_size;
-  for (std::int64_t first = 0; first < rows; first += kRowBlock) {
-    const std::int64_t width = std::min(kRowBlock, rows - first);
-    const float* lines[kRowBlock];
-    for (std::int64_t r = 0; r < width; ++r) {
-      const std::int64_t token = rows_.query_start[item.row] + item.begin + (first + r) / group_;
-      const std::int64_t head = item.head * group_ + (first + r) % group_;
-      lines[r] = tokens_.query + token * tokens_.query_stride + head * size;
-    }
-    float* next = queries + first * size;
-    for (std::int64_t d = 0; d < size; ++d)
-      for (std::int64_t r = 0; r < width; ++r) *next++ = lines[r][d] * logits_.query_scale;
+  const std::int64_t width = group_ * layer_.head_size, first = rows_.query_start[item.row];
+  for (std::int64_t token = item.begin; token < item.end; ++token) {
+    const float* query = tokens_.query + (first + token) * tokens_.query_stride + item.head * width;
+    for (std::int64_t i = 0; i < width; ++i) *queries++ = query[i] * logits_.query_scale;
   }
 }
 
@@ -290,7 +282,11 @@ void Step::finish(const Item& item, Sum* totals) const {
     const bool is_empty = total.largest == kNothing;
     const float share = is_empty ? 0.0f : 1.0f / total.weight;
     float* output = tokens_.output + token * tokens_.output_stride + head * size;
-    for (std::int64_t d = 0; d < size; ++d) output[d] = is_empty ? 0.0f : total.values[d] * share;
+    if (is_empty) {
+      std::fill(output, output + size, 0.0f);
+    } else {
+      for (std::int64_t d = 0; d < size; ++d) output[d] = total.values[d] * share;
+    }
     if (tokens_.lse != nullptr)
       tokens_.lse[token * layer_.heads + head] =
           is_empty ? kNothing : (total.largest + std::log2(total.weight)) * kLn2;

@@ -13,7 +13,7 @@ void score(const float* queries, const float* keys, std::int64_t head_size, floa
     vf k[kVectors];
     for (int j = 0; j < kVectors; ++j) k[j] = vf::load(keys + d * kTile + j * vf::W);
     for (int r = 0; r < R; ++r) {
-      const vf q = vf::set(queries[d * R + r]);
+      const vf q = vf::set(queries[r * head_size + d]);
       for (int j = 0; j < kVectors; ++j) sums[r][j] = fma(q, k[j], sums[r][j]);
     }
   }
@@ -75,28 +75,32 @@ __attribute__((noinline)) void adjust(float* line, Range whole, float cap, const
   }
 }
 
-// Logits [begin, end) of a row to weights, zeros elsewhere in `all`.
-__attribute__((noinline)) void soften(float* line, Range seen, Range all, Sum& sum) {
-  sum.largest = kNothing;
-  sum.weight = 0.0f;
+// The largest of a row's logits; what is not seen of the vectors they lie in becomes kNothing.
+__attribute__((noinline)) float peak(float* line, Range seen) {
+  if (seen.empty()) return kNothing;
+  const Range whole = widen(seen);
+  fill(line, whole.begin, seen.begin, kNothing);
+  fill(line, seen.end, whole.end, kNothing);
+  vf best = vf::load(line + whole.begin);
+  for (std::int64_t i = whole.begin + vf::W; i < whole.end; i += vf::W) best = max(best, vf::load(line + i));
+  return largest(best);
+}
+
+// A row's logits to weights, zeros elsewhere in `all`; their sum by lanes.
+__attribute__((noinline)) vf soften(float* line, Range seen, Range all, float largest) {
+  vf total = vf::set(0.0f);
   if (!seen.empty()) {
     const Range whole = widen(seen);
-    fill(line, whole.begin, seen.begin, kNothing);
-    fill(line, seen.end, whole.end, kNothing);
-    vf best = vf::load(line + whole.begin);
-    for (std::int64_t i = whole.begin + vf::W; i < whole.end; i += vf::W) best = max(best, vf::load(line + i));
-    sum.largest = largest(best);
-    const vf shift = vf::set(sum.largest);
-    vf total = vf::set(0.0f);
+    const vf shift = vf::set(largest);
     for (std::int64_t i = whole.begin; i < whole.end; i += vf::W) {
       const vf weight = exp2_below(vf::load(line + i) - shift);
       total = total + weight;
       weight.store(line + i);
     }
-    sum.weight = hp::sum(total);
   }
   fill(line, all.begin, std::min(seen.begin, all.end), 0.0f);
   fill(line, std::max(seen.end, all.begin), all.end, 0.0f);
+  return total;
 }
 
 template <int R>
@@ -114,8 +118,12 @@ void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logi
     const bool is_plain = logits.cap == std::numeric_limits<float>::infinity() && block.slopes[r] == nullptr;
     if (!is_plain && !block.seen[r].empty())
       adjust(line, widen(block.seen[r]), logits.cap, block.slopes[r], block.places[r] - tile.position);
-    soften(line, block.seen[r], all, sums[r]);
+    sums[r].largest = peak(line, block.seen[r]);
   }
+  // One thing for all rows after the other: within a row everything waits for what came before.
+  vf totals[R];
+  for (int r = 0; r < R; ++r) totals[r] = soften(block.logits + r * kTile, block.seen[r], all, sums[r].largest);
+  for (int r = 0; r < R; ++r) sums[r].weight = sum(totals[r]);
   std::int64_t column = 0;
   for (; column + kColumns <= tile.padded_size; column += kColumns, next = nullptr)
     weigh<R, kVectors>(block.logits, tile.values, all, column, next, sums);

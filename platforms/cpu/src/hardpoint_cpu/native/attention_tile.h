@@ -68,7 +68,7 @@ struct TileView {
   std::int64_t head_size, padded_size;
 };
 
-// Rows that go together. `queries` [head size][rows]; `logits` is scratch [rows][kTile].
+// Rows that go together. `queries` [rows][head size]; `logits` is scratch [rows][kTile].
 struct RowBlock {
   std::int64_t rows;
   const float* queries;
