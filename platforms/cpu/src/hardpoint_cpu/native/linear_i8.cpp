@@ -22,8 +22,8 @@ constexpr std::int64_t kVectorBytes = vf::W * Lanes::kGroup;
 constexpr std::int64_t kGroupBytes = Lanes::kVectors * kVectorBytes;
 // How far ahead of its use a weight is asked for: what memory delivers meanwhile. Past the last one nothing happens.
 constexpr std::int64_t kAhead = 2048;
-// Groups that a step of the inner loop takes where single rows need several chains of additions to keep it busy.
-constexpr std::int64_t kMostChains = 4;
+// Groups that a step of the inner loop takes where few rows need several chains of additions to keep it busy.
+constexpr int kMostChains = 4;
 #if defined(__AMX_INT8__)
 constexpr std::int64_t kInputStep = i8::kTileInputs;
 constexpr std::int64_t kPanelLines = kPanel * i8::kTileInputs / kAlignment;  // for each step over the inputs
@@ -44,13 +44,14 @@ template <int N, class Body>
   }(std::make_integer_sequence<int, N>{});
 }
 
-// sums[r][j] of R rows with one panel, from the rows' starts.
+// sums[r][j] of R rows with one panel, from the rows' starts. `next` is what this thread will want after the panel.
 template <int R>
 [[gnu::always_inline]] inline void multiply(const i8::Rows& rows, std::int64_t first_row, const std::uint8_t* panel,
-                                            Lanes::Sum (&sums)[R][Lanes::kVectors]) {
+                                            const std::uint8_t* next, Lanes::Sum (&sums)[R][Lanes::kVectors]) {
   constexpr int kVectors = Lanes::kVectors;
-  constexpr int kChains = R * kVectors >= 8 ? 1 : R * kVectors >= 4 ? 2 : kMostChains;
+  constexpr int kChains = R == 1 ? kMostChains : R == 2 ? 2 : 1;
   const std::int64_t stride = rows.stride;
+  const std::uint8_t* const end = panel + stride * kPanel;
   const Lanes::Input* x = rows.values + first_row * stride;
   Lanes::Sum chains[kChains][R][kVectors];
   unrolled<kChains>([&](auto c) __attribute__((always_inline)) {
@@ -63,7 +64,9 @@ template <int R>
   for (std::int64_t k = 0; k < stride; k += kChains * Lanes::kGroup) {
     unrolled<kChains>([&](auto c) __attribute__((always_inline)) {
       Lanes::Weights w[kVectors];
-      for (std::int64_t line = 0; line < kGroupBytes; line += kAlignment) __builtin_prefetch(panel + kAhead + line);
+      const std::uint8_t* ahead = panel + kAhead;
+      if (ahead >= end) ahead = next + (ahead - end);
+      for (std::int64_t line = 0; line < kGroupBytes; line += kAlignment) __builtin_prefetch(ahead + line);
       unrolled<kVectors>([&](auto j) __attribute__((always_inline)) { w[j] = Lanes::load(panel + j * kVectorBytes); });
       panel += kGroupBytes;
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
@@ -144,8 +147,10 @@ class LinearI8 final : public Linear {
     pool.run(columns * ceil_div(rows, height), [&](std::int64_t chunk, int) {
       const std::int64_t panel = chunk % columns * width, row = chunk / columns * height;
       const std::int64_t end = std::min(panel + width, panels_), last = std::min(row + height, rows);
-      if (tiled) return tiles(quantized, row, last, panel, end, (chunk + pool.size()) % columns * width, out);
-      for (std::int64_t p = panel; p < end; ++p) blocks(quantized, row, last, p, out);
+      // What this thread is likely to be given after these panels.
+      const std::int64_t then = (chunk + pool.size()) % columns * width;
+      if (tiled) return tiles(quantized, row, last, panel, end, then, out);
+      for (std::int64_t p = panel; p < end; ++p) blocks(quantized, row, last, p, p + 1 < end ? p + 1 : then, out);
     });
   }
 
@@ -167,13 +172,12 @@ class LinearI8 final : public Linear {
 #if defined(__AMX_INT8__)
   static bool uses_tiles(std::int64_t rows) { return rows >= kLeastTileRows && amx::is_allowed(); }
 
-  // `next` is the panel that this thread is likely to be given after these.
   void tiles(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end,
-             std::int64_t next, const Output& out) const {
+             std::int64_t then, const Output& out) const {
     const amx::Tiles configured;
     const std::int64_t blocks = ceil_div(last - first, 2 * kTileRows), lines = ceil_div(kPanelLines, blocks);
     for (std::int64_t p = begin; p < end; ++p) {
-      i8::Ahead ahead{panel(p + 1 < end ? p + 1 : next), lines};
+      i8::Ahead ahead{panel(p + 1 < end ? p + 1 : then), lines};
       for (std::int64_t row = first; row < last; row += 2 * kTileRows) {
         if (row + kTileRows < last) {
           tile_block<2>(rows, row, last, p, ahead, out);
@@ -207,21 +211,23 @@ class LinearI8 final : public Linear {
 #endif
 
   // Rows in blocks of nearly equal height, so that the last one is not a lonely row.
-  void blocks(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, const Output& out) const {
+  void blocks(const i8::Rows& rows, std::int64_t first, std::int64_t last, std::int64_t p, std::int64_t next,
+              const Output& out) const {
     for (std::int64_t left = ceil_div(last - first, Lanes::kRows); left > 0; --left) {
       const std::int64_t height = ceil_div(last - first, left);
-      block<Lanes::kRows>(height, rows, first, p, out);
+      block<Lanes::kRows>(height, rows, first, p, next, out);
       first += height;
     }
   }
 
   template <int R>
-  void block(std::int64_t height, const i8::Rows& rows, std::int64_t first, std::int64_t p, const Output& out) const {
+  void block(std::int64_t height, const i8::Rows& rows, std::int64_t first, std::int64_t p, std::int64_t next,
+             const Output& out) const {
     if constexpr (R > 1) {
-      if (height < R) return block<R - 1>(height, rows, first, p, out);
+      if (height < R) return block<R - 1>(height, rows, first, p, next, out);
     }
     Lanes::Sum sums[R][Lanes::kVectors];
-    multiply<R>(rows, first, panel(p), sums);
+    multiply<R>(rows, first, panel(p), panel(next), sums);
     const Finish finish = this->finish(p, out);
     for (int r = 0; r < R; ++r) finish(sums[r], rows.scales[first + r], first + r);
   }
