@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,10 @@ import torch
 
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.native.build import find_build
+from hardpoint_cpu.native.grouped import linear_gguf, linear_int4
+from hardpoint_cpu.native.int8 import linear_int8, quantize_rows
 from hardpoint_cpu.native.levels import named_level
-from hardpoint_cpu.native.library import NativeLibrary
+from hardpoint_cpu.native.library import NativeLibrary, NativeLinear
 
 __all__ = ["KINDS", "Kind", "Measurement", "main", "measure"]
 
@@ -29,6 +32,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 # Outputs and inputs of SmolLM2-135M: fused q, k and v; attention's output; gate and up; down; head.
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 ROWS = (1, 8, 32, 128, 1024)
+GROUP = 32
 # Longer than anybody waits: a head over a thousand rows is not computed in one step.
 MOST_OPERATIONS = 2e10
 
@@ -85,7 +89,66 @@ def _bfloat16(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Pr
     return library.linear_bf16(half), lambda x: torch.nn.functional.linear(x.bfloat16(), half).float()
 
 
-KINDS: tuple[Kind, ...] = (Kind("f32", 4, _float32), Kind("bf16", 2, _bfloat16))
+def _int8(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    values, scales = quantize_rows(weight)
+    with warnings.catch_warnings():
+        # Its quantized tensors are on their way out; nothing else leads to its kernel.
+        warnings.simplefilter("ignore", UserWarning)
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        packed = torch.ops.quantized.linear_prepack(
+            torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0), None
+        )
+    return linear_int8(library, values, scales), lambda x: torch.ops.quantized.linear_dynamic(x, packed)
+
+
+def _int8_weights(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    values, scales = quantize_rows(weight)
+    # Torch's product with such weights reads beyond them where sizes are not those of a model.
+    whole = values * scales[:, None]
+    return linear_int8(library, values, scales, activations="float"), lambda x: torch.nn.functional.linear(x, whole)
+
+
+def _q8_0(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    groups = _in_groups(weight)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    values = (groups / scales.float()).nan_to_num().round().clamp(-127, 127).to(torch.int8)
+    rows = torch.cat([scales.view(torch.uint8), values.view(torch.uint8)], -1).flatten(1)
+    return _grouped(linear_gguf(library, [("Q8_0", rows)]), weight, values * scales.float())
+
+
+def _int4(library: NativeLibrary, weight: torch.Tensor) -> tuple[Product, Product]:
+    groups = _in_groups(weight)
+    mins, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales = (most - mins) / 15
+    values = ((groups - mins) / scales).nan_to_num().round().clamp(0, 15).to(torch.uint8)
+    nibbles = (values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4).flatten(1)
+    layer = linear_int4(library, nibbles, scales.squeeze(-1), mins.squeeze(-1), GROUP)
+    return _grouped(layer, weight, values * scales + mins)
+
+
+def _in_groups(weight: torch.Tensor) -> torch.Tensor:
+    """[O, I] with zeros up to whole groups as [O, groups, GROUP]."""
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def _grouped(layer: NativeLinear, weight: torch.Tensor, rounded: torch.Tensor) -> tuple[Product, Product]:
+    """``layer`` beside torch's product with the same weights in float32, ``rounded`` [O, groups, GROUP]."""
+    inputs = weight.shape[1]
+    whole = rounded.flatten(1)[:, :inputs].contiguous()
+    if layer.inputs == inputs:
+        return layer, lambda x: torch.nn.functional.linear(x, whole)
+    missing = layer.inputs - inputs
+    return (lambda x: layer(torch.nn.functional.pad(x, (0, missing))), lambda x: torch.nn.functional.linear(x, whole))
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind("f32", 4, _float32),
+    Kind("bf16", 2, _bfloat16),
+    Kind("int8", 1, _int8),
+    Kind("int8w", 1, _int8_weights),
+    Kind("q8_0", 34 / 32, _q8_0),
+    Kind("int4", 20 / 32, _int4),
+)
 
 
 def measure(
