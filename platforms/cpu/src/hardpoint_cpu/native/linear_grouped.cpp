@@ -48,8 +48,9 @@ bool GroupedLinear::is_batch_invariant() const {
 Prepared GroupedLinear::prepare(const float* x, std::int64_t x_stride, std::int64_t rows, Pool& pool,
                                 Arena& arena) const {
   Prepared made{path(rows), x, x_stride, rows, {}, nullptr, 0, nullptr, 0};
-  // Of each thread: the panel decoded, the numbers of a panel, or two panels in half the bytes.
-  made.scratch_stride = (made.path != Path::kFloats || rows > kMostRows ? inputs : kGroup) * kPanel;
+  // Of each thread: decoded weights of a few panels, or of one group.
+  if (made.path == Path::kBf16) made.scratch_stride = inputs * kPanel;
+  if (made.path == Path::kFloats) made.scratch_stride = rows > kMostRows ? inputs * kPanel * kWide : kGroup * kPanel;
   made.scratch = arena.take<float>(made.scratch_stride * pool.size());
   if (made.path == Path::kQuantized) made.quantized = quantize_rows(x, x_stride, rows, inputs, pool, arena);
   if (made.path == Path::kBf16) round_rows(made, inputs, pool, arena);

@@ -49,7 +49,7 @@ class GroupedLinear : public Linear {
   // work(first, last, thread) for ranges of `panels`, in pieces that suit the path.
   template <class Work>
   static void over_panels(const Prepared& x, std::int64_t panels, Pool& pool, Work&& work) {
-    const std::int64_t unit = x.path == Path::kBf16 ? 2 : 1;
+    const std::int64_t unit = x.path == Path::kQuantized ? 1 : 2;
     pool.ranges(ceil_div(panels, unit), 1, [&](std::int64_t first, std::int64_t last, int thread) {
       work(first * unit, std::min(last * unit, panels), thread);
     });

@@ -7,7 +7,10 @@
 
 namespace hp::grouped {
 
-inline constexpr int kMostRows = vf::W == 16 ? 12 : 4;  // of a block: what fits the registers
+// Of a block: what fits the registers.
+inline constexpr int kMostRows = kRowTile;
+inline constexpr int kFloatRows = vf::W == 16 ? 12 : vf::W == 8 ? 6 : 2;
+inline constexpr int kWide = vf::W == 16 ? 2 : 1;  // panels side by side, for floats
 
 inline std::int32_t four_bytes(const std::int8_t* p) {
   std::int32_t value;
@@ -43,19 +46,15 @@ template <class F, class Body>
   }
 }
 
-// Sums of rows at what part `sub` of a group is to be weighted with.
-template <class F>
-const float* sums_at(const QuantizedRows& x, std::int64_t group, int sub) {
-  return F::kSubs == 1 ? x.sums + group * x.stride : x.half_sums + (2 * group + sub) * x.stride;
-}
-
 // Rows `row`.. of quantized activations times one vector of outputs, added to sums.
 template <class F, int R>
 void multiply_quantized(const Panel& panel, const QuantizedRows& x, std::int64_t row, int half, vf (&sums)[R]) {
   constexpr int kSteps = 8 / F::kSubs;
+  const std::int64_t first = x.line(row, 0), inner = row % x.tile;
   over_groups<F>(panel, x.groups, [&](std::int64_t group, const GroupPlace& place) __attribute__((always_inline)) {
-    const std::int8_t* values = x.values + (group * x.stride + row) * kGroup;
-    const float* scales = x.scales + group * x.stride + row;
+    const std::int64_t line = first + group * x.tile;
+    const std::int8_t* values = x.values + line * kGroup;
+    const float* scales = x.scales + line;
     unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
       Dots<F::kBits> dots[R];
       unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {
@@ -64,7 +63,7 @@ void multiply_quantized(const Panel& panel, const QuantizedRows& x, std::int64_t
         for (int r = 0; r < R; ++r) dots[r].add(w, vi::set(four_bytes(values + r * kGroup + kStep * 4)));
       });
       const Scales of = F::scales(place.head, place.inner, sub, half);
-      const float* above = sums_at<F>(x, group, sub) + row;
+      const float* above = F::kSubs == 1 ? x.sums + line : x.half_sums + 2 * line - inner + sub * x.tile;
       for (int r = 0; r < R; ++r) {
         sums[r] = fma(to_float(dots[r].whole()), of.scale * vf::set(scales[r]), sums[r]);
         if constexpr (F::kHasMinimum) sums[r] = fma(of.minimum, vf::set(above[r]), sums[r]);
@@ -103,27 +102,27 @@ template <class F, class Each>
   });
 }
 
-// One group as floats [32][kPanel].
+// One group as 32 lines of kPanel floats, `stride` apart.
 template <class F>
-void decode_group(const GroupPlace& place, float* target) {
+void decode_group(const GroupPlace& place, float* target, std::int64_t stride) {
   for (int half = 0; half < kHalves; ++half)
     over_steps<F>(place, half, [&](auto step, const Scales& of) __attribute__((always_inline)) {
       decode_step<F, step>(place, half, of, [&](auto byte, vf weights) __attribute__((always_inline)) {
-        weights.store(target + (step * 4 + byte) * kPanel + half * vf::W);
+        weights.store(target + (step * 4 + byte) * stride + half * vf::W);
       });
     });
 }
 
-// Rows of floats times `inputs` lines of kPanel decoded weights, added to sums.
-template <int R>
+// Rows of floats times `inputs` lines of `Vectors` vectors of decoded weights, added to sums.
+template <int R, int Vectors>
 void multiply_floats(const float* weights, std::int64_t inputs, const float* x, std::int64_t x_stride,
-                     vf (&sums)[R][kHalves]) {
+                     vf (&sums)[R][Vectors]) {
   for (std::int64_t k = 0; k < inputs; ++k) {
-    vf w[kHalves];
-    for (int half = 0; half < kHalves; ++half) w[half] = vf::load(weights + k * kPanel + half * vf::W);
+    vf w[Vectors];
+    for (int j = 0; j < Vectors; ++j) w[j] = vf::load(weights + (k * Vectors + j) * vf::W);
     for (int r = 0; r < R; ++r) {
       const vf a = vf::set(x[r * x_stride + k]);
-      for (int half = 0; half < kHalves; ++half) sums[r][half] = fma(a, w[half], sums[r][half]);
+      for (int j = 0; j < Vectors; ++j) sums[r][j] = fma(a, w[j], sums[r][j]);
     }
   }
 }

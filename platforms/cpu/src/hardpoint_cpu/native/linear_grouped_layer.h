@@ -40,11 +40,16 @@ class Layer final : public GroupedLinear {
       bf16(x, first_panel, last_panel, scratch, y, y_stride, into);
       return;
     }
-    for (std::int64_t p = first_panel; p < last_panel; ++p) {
+    std::int64_t p = first_panel;
+    if (x.path == Path::kFloats && x.rows > kMostRows)
+      for (; p + kWide <= last_panel; p += kWide) many_floats<kWide>(p, x, scratch, y, y_stride, into);
+    for (; p < last_panel; ++p) {
       if (x.path == Path::kQuantized) {
-        quantized(p, x.quantized, scratch, y, y_stride, into);
+        quantized(p, x.quantized, y, y_stride, into);
+      } else if (x.rows > kMostRows) {
+        many_floats<1>(p, x, scratch, y, y_stride, into);
       } else {
-        floats(p, x, scratch, y, y_stride, into);
+        few_floats(p, x, scratch, y, y_stride, into);
       }
     }
   }
@@ -55,13 +60,10 @@ class Layer final : public GroupedLinear {
     return {heads, heads + head_bytes_, span_};
   }
 
-  void quantized(std::int64_t p, const QuantizedRows& x, float* scratch, float* y, std::int64_t y_stride,
-                 Into into) const {
+  void quantized(std::int64_t p, const QuantizedRows& x, float* y, std::int64_t y_stride, Into into) const {
     const Panel panel = panel_at(p);
-    const std::int64_t done = quantized_by_tiles(p, panel, x, scratch, y, y_stride, into);
-    in_row_blocks<kMostRows>(x.rows - done, [&](std::int64_t later, auto count) {
+    in_row_blocks<kMostRows>(x.rows, [&](std::int64_t row, auto count) {
       constexpr int R = count;
-      const std::int64_t row = done + later;
       alignas(kAlignment) float lines[R][kPanel];
       for (int half = 0; half < kHalves; ++half) {
         vf sums[R];
@@ -71,28 +73,6 @@ class Layer final : public GroupedLinear {
       }
       write(lines, R, p, y + row * y_stride, y_stride, into);
     });
-  }
-
-  // As many rows as fill tiles; their number.
-  std::int64_t quantized_by_tiles([[maybe_unused]] std::int64_t p, [[maybe_unused]] const Panel& panel,
-                                  [[maybe_unused]] const QuantizedRows& x, [[maybe_unused]] float* scratch,
-                                  [[maybe_unused]] float* y, [[maybe_unused]] std::int64_t y_stride,
-                                  [[maybe_unused]] Into into) const {
-    std::int64_t row = 0;
-#if defined(__AMX_INT8__)
-    if (x.rows < kTileRows || !may_use_tiles()) return 0;
-    const NumberTiles<F> tiles;
-    const std::uint8_t* numbers = unpack_numbers<F>(panel, x.groups, reinterpret_cast<std::uint8_t*>(scratch));
-    for (; row + kTileRows <= x.rows; row += kTileRows) {
-      vf sums[kTileRows];
-      for (vf& sum : sums) sum = vf::load(bias_.data() + p * kPanel);
-      multiply_tiles<F>(panel, numbers, x, row, sums);
-      alignas(kAlignment) float lines[kTileRows][kPanel];
-      for (int r = 0; r < kTileRows; ++r) sums[r].store(lines[r]);
-      write(lines, kTileRows, p, y + row * y_stride, y_stride, into);
-    }
-#endif
-    return row;
   }
 
   // Two panels at a time, decoded once for all rows.
@@ -123,34 +103,51 @@ class Layer final : public GroupedLinear {
 #endif
   }
 
-  // Few rows: each group is decoded beside its use. More: the whole panel once, for all of them.
-  void floats(std::int64_t p, const Prepared& x, float* scratch, float* y, std::int64_t y_stride, Into into) const {
-    const Panel panel = panel_at(p);
-    const std::int64_t groups = inputs / kGroup;
-    const bool whole = x.rows > kMostRows;
-    if (whole)
-      over_groups<F>(panel, groups, [&](std::int64_t group, const GroupPlace& place) {
-        decode_group<F>(place, scratch + group * kGroup * kPanel);
-      });
-    in_row_blocks<kMostRows>(x.rows, [&](std::int64_t row, auto count) {
+  // Each group is decoded beside its use.
+  void few_floats(std::int64_t p, const Prepared& x, float* scratch, float* y, std::int64_t y_stride, Into into) const {
+    in_row_blocks<kFloatRows>(x.rows, [&](std::int64_t row, auto count) {
       constexpr int R = count;
       const float* rows = x.x + row * x.x_stride;
       vf sums[R][kHalves];
-      for (int r = 0; r < R; ++r)
-        for (int half = 0; half < kHalves; ++half) sums[r][half] = vf::load(bias_.data() + p * kPanel + half * vf::W);
-      if (whole) {
-        multiply_floats<R>(scratch, inputs, rows, x.x_stride, sums);
-      } else {
-        over_groups<F>(panel, groups, [&](std::int64_t group, const GroupPlace& place) {
-          decode_group<F>(place, scratch);
-          multiply_floats<R>(scratch, kGroup, rows + group * kGroup, x.x_stride, sums);
-        });
-      }
-      alignas(kAlignment) float lines[R][kPanel];
-      for (int r = 0; r < R; ++r)
-        for (int half = 0; half < kHalves; ++half) sums[r][half].store(lines[r] + half * vf::W);
-      write(lines, R, p, y + row * y_stride, y_stride, into);
+      start<R, 1>(p, sums);
+      over_groups<F>(panel_at(p), inputs / kGroup, [&](std::int64_t group, const GroupPlace& place) {
+        decode_group<F>(place, scratch, kPanel);
+        multiply_floats<R, kHalves>(scratch, kGroup, rows + group * kGroup, x.x_stride, sums);
+      });
+      finish<R, 1>(p, sums, y + row * y_stride, y_stride, into);
     });
+  }
+
+  // `Wide` panels side by side are decoded once, for all rows.
+  template <int Wide>
+  void many_floats(std::int64_t p, const Prepared& x, float* scratch, float* y, std::int64_t y_stride, Into into) const {
+    for (int i = 0; i < Wide; ++i)
+      over_groups<F>(panel_at(p + i), inputs / kGroup, [&](std::int64_t group, const GroupPlace& place) {
+        decode_group<F>(place, scratch + group * kGroup * kPanel * Wide + i * kPanel, kPanel * Wide);
+      });
+    in_row_blocks<kFloatRows>(x.rows, [&](std::int64_t row, auto count) {
+      constexpr int R = count;
+      vf sums[R][kHalves * Wide];
+      start<R, Wide>(p, sums);
+      multiply_floats<R, kHalves * Wide>(scratch, inputs, x.x + row * x.x_stride, x.x_stride, sums);
+      finish<R, Wide>(p, sums, y + row * y_stride, y_stride, into);
+    });
+  }
+
+  template <int R, int Wide>
+  void start(std::int64_t p, vf (&sums)[R][kHalves * Wide]) const {
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < kHalves * Wide; ++j) sums[r][j] = vf::load(bias_.data() + p * kPanel + j * vf::W);
+  }
+
+  template <int R, int Wide>
+  void finish(std::int64_t p, const vf (&sums)[R][kHalves * Wide], float* y, std::int64_t y_stride, Into into) const {
+    alignas(kAlignment) float lines[R][kPanel];
+    for (int i = 0; i < Wide; ++i) {
+      for (int r = 0; r < R; ++r)
+        for (int half = 0; half < kHalves; ++half) sums[r][i * kHalves + half].store(lines[r] + half * vf::W);
+      write(lines, R, p + i, y, y_stride, into);
+    }
   }
 
   void write(const float (*lines)[kPanel], std::int64_t rows, std::int64_t p, float* y, std::int64_t y_stride,

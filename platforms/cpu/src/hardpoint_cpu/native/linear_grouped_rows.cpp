@@ -75,37 +75,30 @@ Group quantize(const float* x, std::int8_t* values) {
 
 QuantizedRows quantize_rows(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t inputs, Pool& pool,
                             Arena& arena) {
-  const std::int64_t groups = inputs / kGroup, stride = rows < 16 ? rows : round_up(rows, 16);
+  const std::int64_t groups = inputs / kGroup, tile = std::min(rows, kRowTile), lines = round_up(rows, tile) * groups;
   const QuantizedRows made{rows,
-                           stride,
                            groups,
-                           arena.take<std::int8_t>(groups * stride * kGroup),
-                           arena.take<float>(groups * stride),
-                           arena.take<float>(groups * stride),
-                           arena.take<float>(groups * stride * 2)};
+                           tile,
+                           arena.take<std::int8_t>(lines * kGroup),
+                           arena.take<float>(lines),
+                           arena.take<float>(lines),
+                           arena.take<float>(lines * 2)};
   const auto work = [&](std::int64_t first, std::int64_t last, int) {
     for (std::int64_t row = first; row < last; ++row)
       for (std::int64_t group = 0; group < groups; ++group) {
-        const std::int64_t place = group * stride + row;
-        std::int8_t* values = made.values + place * kGroup;
-        Group result{0.0f, {0, 0}};
-        if (row < rows) {
-          result = quantize(x + row * x_stride + group * kGroup, values);
-        } else {
-          std::memset(values, 0, kGroup);
-        }
-        const float first_sum = result.scale * static_cast<float>(result.sums[0]);
-        const float second_sum = result.scale * static_cast<float>(result.sums[1]);
-        made.scales[place] = result.scale;
-        made.sums[place] = result.scale * static_cast<float>(result.sums[0] + result.sums[1]);
-        made.half_sums[2 * group * stride + row] = first_sum;
-        made.half_sums[(2 * group + 1) * stride + row] = second_sum;
+        const std::int64_t line = made.line(row, group);
+        const Group result = quantize(x + row * x_stride + group * kGroup, made.values + line * kGroup);
+        float* halves = made.half_sums + 2 * made.line(row - row % tile, group) + row % tile;
+        made.scales[line] = result.scale;
+        made.sums[line] = result.scale * static_cast<float>(result.sums[0] + result.sums[1]);
+        halves[0] = result.scale * static_cast<float>(result.sums[0]);
+        halves[tile] = result.scale * static_cast<float>(result.sums[1]);
       }
   };
   if (rows * inputs <= kAlone) {
-    work(0, stride, 0);
+    work(0, rows, 0);
   } else {
-    pool.ranges(stride, 1, work);
+    pool.ranges(rows, 1, work);
   }
   return made;
 }

@@ -1,5 +1,5 @@
-// Panels times many rows by the matrix unit. Two ways: whole numbers per group, which give the bits of the vector path,
-// and bfloat16 weights and activations, which are several times as fast and round differently.
+// Panels times many rows by the matrix unit, as bfloat16: several times as fast as vectors, but rounded differently.
+// Whole numbers of a group at a time, which would give the bits of the vector path, are no faster than that path.
 #pragma once
 
 #include "amx.h"
@@ -10,61 +10,8 @@ namespace hp::grouped {
 inline constexpr std::int64_t kTileRows = 16;
 inline constexpr std::int64_t kBf16Rows = 64;  // from here on decoding weights to bfloat16 pays
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
-inline constexpr bool kHasTiles = true;
+#if defined(__AMX_BF16__)
 inline bool may_use_tiles() { return amx::is_allowed(); }
-
-// Tile numbers must be literals. Of whole numbers: 0 sums, 1 rows, 2 weights.
-template <class F>
-class NumberTiles {
- public:
-  NumberTiles() {
-    amx::TileShapes shapes;
-    shapes.row_bytes[1] = kGroup / F::kSubs;
-    shapes.rows[2] = 8 / F::kSubs;
-    _tile_loadconfig(&shapes);
-  }
-  ~NumberTiles() { _tile_release(); }
-  NumberTiles(const NumberTiles&) = delete;
-  NumberTiles& operator=(const NumberTiles&) = delete;
-};
-
-// The numbers of a panel as tiles want them, one byte each: those of eight bits lie so already.
-template <class F>
-const std::uint8_t* unpack_numbers(const Panel& panel, std::int64_t groups, std::uint8_t* scratch) {
-  if constexpr (F::kBits == 8) return panel.numbers;
-  for (std::int64_t group = 0; group < groups; ++group)
-    unrolled<8>([&](auto step) __attribute__((always_inline)) {
-      F::Numbers::template step<step>(panel.numbers + group * F::Numbers::kBytes, 0)
-          .store(scratch + (group * 8 + step) * kStepBytes);
-    });
-  return scratch;
-}
-
-// Sixteen rows from `row` on. The additions are those of multiply_quantized.
-template <class F>
-void multiply_tiles(const Panel& panel, const std::uint8_t* numbers, const QuantizedRows& x, std::int64_t row,
-                    vf (&sums)[kTileRows]) {
-  alignas(kAlignment) std::int32_t dots[2][kTileRows][kPanel];
-  over_groups<F>(panel, x.groups, [&](std::int64_t group, const GroupPlace& place) __attribute__((always_inline)) {
-    const std::int8_t* values = x.values + (group * x.stride + row) * kGroup;
-    const float* scales = x.scales + group * x.stride + row;
-    unrolled<F::kSubs>([&](auto sub) __attribute__((always_inline)) {
-      auto& lines = dots[(group + sub) % 2];
-      _tile_zero(0);
-      _tile_loadd(1, values + sub * (kGroup / F::kSubs), kGroup);
-      _tile_loadd(2, numbers + (group * 8 + sub * (8 / F::kSubs)) * kStepBytes, kStepBytes);
-      _tile_dpbsud(0, 1, 2);
-      _tile_stored(0, lines, kStepBytes);
-      const Scales of = F::scales(place.head, place.inner, sub, 0);
-      const float* above = sums_at<F>(x, group, sub) + row;
-      for (int r = 0; r < kTileRows; ++r) {
-        sums[r] = fma(to_float(vi::load(lines[r])), of.scale * vf::set(scales[r]), sums[r]);
-        sums[r] = fma(of.minimum, vf::set(above[r]), sums[r]);
-      }
-    });
-  });
-}
 
 // Two vectors of floats as bfloat16, lane by lane: the first in the lower halves.
 inline __m512i pair_up(vf first, vf second) {
@@ -119,7 +66,6 @@ inline void round_group(const float* x, std::uint16_t* target) {
   _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x)));
 }
 #else
-inline constexpr bool kHasTiles = false;
 inline bool may_use_tiles() { return false; }
 #endif
 
