@@ -63,6 +63,11 @@ class NativeLinearMethod(LinearMethod):
         self.native = native
         self.has_bias = has_bias
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row has the same bits whatever rows come with it."""
+        return self.native.is_batch_invariant
+
     def create_weights(self, layer: torch.nn.Module, shape: LinearShape) -> None:
         raise RuntimeError("weights are loaded by the method that stores them; this one takes over afterwards")
 

@@ -24,6 +24,7 @@ from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
 from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
+from hardpoint_torch_runtime.batch_invariance import require_batch_invariance
 from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
 from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
@@ -209,7 +210,11 @@ class TorchWorker(Worker):
             self.config.dtype,
         )
         if self.lowering is not None:
+            self._plugins.notify("startup_phase", phase="packing")
             self.lowering.lower(self._loaded.model)
+        if self.config.batch_invariant:
+            ranks, overrides = self.config.parallel.tensor_parallel_size, self.kernels.overrides
+            require_batch_invariance(self._loaded.model, ranks, has_linear_kernel="linear" in overrides)
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)
