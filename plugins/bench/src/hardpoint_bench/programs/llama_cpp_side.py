@@ -86,7 +86,8 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
     if in_float32:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     weights = job.get("weights") or "weights as in the file"
-    activations = _ACTIVATIONS.get(weights.partition(" ")[0], "int8 (q8_K)" if "_K" in weights else "its own kind of")
+    by_default = "int8 (q8_K)" if "_K" in weights else "fittingly quantized"
+    activations = _ACTIVATIONS.get(weights, by_default)
     facts = {
         "version": xllamacpp.__version__,
         "vocab_size": None,
