@@ -7,9 +7,10 @@ namespace hp {
 namespace {
 
 constexpr int kVectors = vf::W == 16 ? 4 : 2;
-constexpr int kRows = vf::W == 16 ? 6 : 4;
+constexpr int kRows = 4;
 constexpr std::int64_t kPanel = kVectors * vf::W;
-// Panels that one chunk takes at most, so that many stay to be shared out.
+// How far ahead of its use a weight is asked for. Past the last one nothing happens.
+constexpr std::int64_t kAhead = 2048;
 constexpr std::int64_t kChunksPerThread = 8;
 
 vf widen(const std::int8_t* p) {
@@ -64,6 +65,7 @@ class LinearI8Float final : public Linear {
       for (int j = 0; j < kVectors; ++j) sums[r][j] = vf::set(0.0f);
     const std::int8_t* panel = weights_.data() + p * kPanel * inputs;
     for (std::int64_t k = 0; k < inputs; ++k, panel += kPanel) {
+      __builtin_prefetch(panel + kAhead);
       vf w[kVectors];
       for (int j = 0; j < kVectors; ++j) w[j] = widen(panel + j * vf::W);
       for (int r = 0; r < R; ++r) {
