@@ -137,7 +137,9 @@ def test_large_gates_neither_overflow_nor_become_nothing(native: NativeLibrary) 
         stack = NativeStack(native, [make_parts(native, weights)], None)
         x, positions = torch.randn(5, C), torch.arange(5)
         wanted = expected(x, weights, positions)
-        torch.testing.assert_close(run(stack, x, positions), wanted, rtol=1e-4, atol=1e-3)
+        # Sums of large terms of both signs: any order of additions loses digits of what is small beside them.
+        lost = 1e-3 * float(wanted.abs().max())
+        torch.testing.assert_close(run(stack, x, positions), wanted, rtol=1e-3, atol=lost)
 
 
 class TestRefusals:
