@@ -39,7 +39,7 @@ def test_every_variant_is_on_the_page_within_bounds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @needs_model
 def test_the_page_says_what_comes_of_it() -> None:
     rows = measure([Variant(None), Variant("int8"), Variant("int4"), Variant("gguf")])
