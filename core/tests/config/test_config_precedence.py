@@ -19,7 +19,18 @@ def load(tmp_path: Path, text: str, *flags: str, **environ: str) -> AppConfig:
     return load_config(parser.parse_args(["--config", str(path), *flags]), environ)
 
 
-def test_the_environment_wins_over_the_file_for_plugins_too(tmp_path: Path) -> None:
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins a, b, c and d, which nobody loads: where hooks are installed, a list may name only what is."""
+    metadata = tmp_path / "site" / "acme_letters.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-letters\nVersion: 1.0\n")
+    names = "\n".join(f"{name} = acme_letters:{name}" for name in "abcd")
+    (metadata / "entry_points.txt").write_text(f"[hardpoint.logits_processor.v1]\n{names}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def test_the_environment_wins_over_the_file_for_plugins_too(tmp_path: Path, installed: None) -> None:
     text = "model: m\nplugin_policy: {allow: [a], strict: true}\n"
     assert load(tmp_path, text).plugin_policy.allow == ("a",)
     policy = load(tmp_path, text, HARDPOINT_PLUGINS="b,c", HARDPOINT_PLUGINS_STRICT="0").plugin_policy

@@ -137,7 +137,7 @@ def test_anything_else_is_refused(given: Any) -> None:
     """R4.5: neither a class nor a name."""
     sections = EngineConfig.sections("fake", executor=given, **PARTS)
     with pytest.raises(ConfigError, match="executor"):
-        settle({"engines": {"fake": sections}})
+        settle({"engines": {"fake": sections}, "plugin_policy": {"pins": PINS}})
 
 
 @pytest.mark.parametrize("name", ["ray", "no_such"])

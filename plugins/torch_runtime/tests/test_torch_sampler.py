@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
@@ -83,11 +83,14 @@ def params_strategy() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
+# The only row whose log-probabilities are wanted has none, for no token is left to it.
+NOTHING_ALLOWED = {"temperature": 0.0, "logprobs": 0, "bad_words_token_ids": ((0,),), "allowed_token_ids": (0,) * 6}
 history = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(st.tuples(params_strategy(), history), min_size=2, max_size=5), seed=st.integers(0, 1000))
+@example(rows=[(NOTHING_ALLOWED, [0]), ({"temperature": 0.0, "seed": 0}, [0])], seed=0)
 def test_a_row_gets_what_it_gets_alone(hand_builders: Any, rows: Any, seed: int) -> None:
     """R6.16, R6.18, I6.2: token, log-probabilities and failure are independent of neighbors and of row order."""
     logits = some_logits(len(rows), seed)

@@ -185,8 +185,10 @@ class CommunicatorSuite(PluginSuite):
 
     def test_a_closed_one_refuses(self, group: Callable[..., Group]) -> None:
         """Closing waits for nobody, may be done twice, and ends every use."""
+        met = threading.Barrier(2, timeout=120)
 
         def leave(communicator: Communicator, rank: int) -> None:
+            met.wait()  # whoever leaves while the other still connects fails its meeting
             communicator.close()
             communicator.close()
             one = torch.ones(1, device=self.device)

@@ -201,6 +201,8 @@ class Sampler:
             return None
         rows, counts = metadata.logprobs.rows, metadata.logprobs.counts
         kept = np.asarray([row not in failures for row in rows.tolist()], dtype=np.bool_)
+        if not kept.any():
+            return None
         if not kept.all():
             snapshot, rows, counts = snapshot[torch.from_numpy(kept)], rows[kept], counts[kept]
         return gather_logprobs(snapshot, tokens[torch.from_numpy(rows)], counts, rows)
