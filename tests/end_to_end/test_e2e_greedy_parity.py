@@ -15,7 +15,7 @@ from oracle import TransformersOracle
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_TOKENS, FEWER_TOKENS = 64, 12
+NUM_TOKENS, FEWER_TOKENS = 64, 6
 PREAMBLE = (
     "You are the archivist of a small airfield museum. Answer visitors' questions briefly, kindly and with care for "
     "detail, and say so plainly when you do not know something. "

@@ -21,7 +21,7 @@ KEY = "a-key-for-the-tests"
 MODEL = "served"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-NUM_STREAMS, FEWER_STREAMS = 64, 12
+NUM_STREAMS, FEWER_STREAMS = 64, 8
 SUBJECTS = ("rivets", "wings", "clouds", "winter")
 LENGTHS = (8, 16, 12, 9, 14)
 
