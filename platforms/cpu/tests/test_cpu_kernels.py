@@ -13,7 +13,7 @@ import pytest
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.platform import LogicalDevice, ThreadPlan
 from hardpoint_cpu.host import Host
-from hardpoint_cpu.kernels import KernelProvider, KernelState, find_report
+from hardpoint_cpu.kernels import BuildMode, KernelProvider, KernelState, find_report
 from hardpoint_cpu.native.levels import named_level
 from hardpoint_cpu.platform import CpuOptions, CpuPlatform, probe
 
@@ -60,9 +60,10 @@ class TestUnavailable:
         assert "no such register" in report.reason
         assert [record.levelno for record in log.records] == [logging.INFO, logging.WARNING]
 
-    def test_a_cache_that_cannot_be_written_names_the_variable_to_set(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("build", ["background", "wait"])
+    def test_a_cache_that_cannot_be_written_names_the_variable_to_set(self, tmp_path: Path, build: BuildMode) -> None:
         (tmp_path / "cache").write_text("a file", encoding="utf-8")
-        kernels = KernelProvider(Host(), environment=fake_compiler(tmp_path, "exit 0"))
+        kernels = KernelProvider(Host(), build=build, environment=fake_compiler(tmp_path, "exit 0"))
         assert kernels.wait() is None
         assert "XDG_CACHE_HOME" in str(kernels.report().reason)
 

@@ -24,7 +24,7 @@ from hardpoint_cpu.native.levels import Level, named_level
 if TYPE_CHECKING:
     from hardpoint_cpu.native.library import NativeLibrary
 
-__all__ = ["KernelProvider", "KernelReport", "KernelState", "find_report"]
+__all__ = ["BuildMode", "KernelProvider", "KernelReport", "KernelState", "find_report"]
 
 BuildMode = Literal["background", "wait", "off"]
 _SWITCHED_OFF = "plugins.platform.cpu.kernels is off"
@@ -146,6 +146,8 @@ class KernelProvider:
                 self._load()
         except KernelBuildError as error:
             self._give_up(str(error))
+        except OSError as error:
+            self._give_up(f"the cache of kernels cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours")
 
     def _start(self) -> None:
         if not self._is_enabled:
