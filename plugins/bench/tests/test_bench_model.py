@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hardpoint.cli import main
+from hardpoint_bench.profile import kernel_share
 from hardpoint_bench.sides import PROGRAMS
 from tiny_llama import CONFIG, write_tiny_gguf, write_tiny_llama
 
@@ -163,7 +164,8 @@ def test_scaling_has_a_row_for_every_size_and_three_profiles(bench: Bench, tiny:
     assert [row["threads"] for row in report["threads"]] == [1]
     for profile in report["profiles"].values():
         assert sum(profile["groups"].values()) == pytest.approx(1)
-        assert 0 < profile["kernels"] < 1
+        # Samples of a model this small may find none of its kernels at work, which take microseconds.
+        assert profile["kernels"] == pytest.approx(kernel_share(profile["groups"]))
         assert profile["groups"]["other"] < 0.2
 
 
