@@ -101,6 +101,7 @@ def test_a_prefix_hit_changes_no_token(llm: LLM, oracle: TransformersOracle) -> 
     oracle.require_equal([(one.prompt_token_ids, one.outputs[0].token_ids) for one in (cold, warm)])
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_the_oracles(llm: LLM) -> None:
     from transformers import AutoTokenizer
 

@@ -63,7 +63,7 @@ def test_running_requests_finish_and_new_ones_are_refused(tiny: Path, executor: 
         server.assert_gone()
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc", AHEAD])
+@pytest.mark.parametrize("executor", ["uniproc", pytest.param("multiproc", marks=pytest.mark.slow), AHEAD])
 def test_what_outlasts_the_drain_ends_with_one_terminal_event(tiny: Path, executor: str) -> None:
     flags = ("--executor", *executor.split(), "--drain-timeout-s", "0.5", "--num-kv-blocks", "16384")
     with serving(tiny, *flags) as server:
@@ -107,6 +107,7 @@ def test_a_signal_before_the_engine_is_loaded(tiny: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.slow
 def test_an_idle_server_ends_within_seconds(tiny: Path) -> None:
     with serving(tiny, "--executor", "multiproc") as server:
         server.complete()

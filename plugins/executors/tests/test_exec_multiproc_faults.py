@@ -143,6 +143,7 @@ def test_ranks_that_diverge_fail_the_executor(start: Start) -> None:
         assert error.rank == 1
 
 
+@pytest.mark.slow
 def test_a_failure_that_all_ranks_share_is_no_divergence(start: Start) -> None:
     executor = start(2)
     assert executor.execute(empty_step(5)).result(20).step_id == 5
