@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from hardpoint.errors import ConfigError, EngineDeadError, EngineNotReadyError, 
 from hardpoint.interfaces.engine import EmbeddingOutput, Prompt, RequestOptions, RequestOutput
 from hardpoint.interfaces.kv_events import KVEventBatch
 from hardpoint.interfaces.request import EngineOutputs, Int32Array, PoolingParams, SamplingParams, SchedulerStats
-from hardpoint.interfaces.stat_logger import StatLogger
 from hardpoint.launch import launch_model
 from hardpoint.plugins.report import LoadReport
 from hardpoint.plugins.runtime import PluginRuntime
@@ -47,6 +46,7 @@ class AsyncLLM(ModelFront, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     ) -> None:
         self.client = client
         self.stats_fanout = stats or StatFanout({})
+        self.stat_loggers = self.stats_fanout.loggers
         super().__init__(frontend, limit, self.stats_fanout.observe)
         self._latest: SchedulerStats | None = None
         self._sends_kv_events = False
@@ -83,10 +83,6 @@ class AsyncLLM(ModelFront, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     @property
     def tasks(self) -> tuple[str, ...]:
         return self._frontend.tasks if self.client.tasks is None else self.client.tasks
-
-    @property
-    def stat_loggers(self) -> Mapping[str, StatLogger]:
-        return self.stats_fanout.loggers
 
     @property
     def is_ready(self) -> bool:

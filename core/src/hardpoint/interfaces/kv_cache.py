@@ -208,7 +208,6 @@ class KVCacheManager(ABC):
 
     def release_unneeded(self, request_id: str, num_processed_tokens: int) -> None:
         """Give up the skipped blocks of a request whose first ``num_processed_tokens`` cannot be taken back."""
-        return None
 
     def release_unneeded_many(self, request_ids: Sequence[str], num_processed_tokens: Sequence[int]) -> None:
         """:meth:`release_unneeded` row by row."""

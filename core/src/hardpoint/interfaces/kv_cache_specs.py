@@ -99,7 +99,6 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Upper bound of blocks one sequence can hold; serves both start-up sizing and admission (R1.35)."""
-        del max_in_flight_tokens
         return -(-max_model_len // self.block_size)
 
 
@@ -199,7 +198,6 @@ class CrossAttentionSpec(AttentionSpec, frozen=True, kw_only=True):
     max_encoder_tokens: int
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        del max_model_len, max_in_flight_tokens
         return -(-self.max_encoder_tokens // self.block_size)
 
 
@@ -210,7 +208,6 @@ class EncoderOnlyAttentionSpec(AttentionSpec, frozen=True, kw_only=True):
     slot_fields: ClassVar[tuple[str, ...]] = ("block_size", "kind")
 
     def max_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        del max_model_len, max_in_flight_tokens
         return 0
 
 

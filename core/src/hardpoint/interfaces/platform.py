@@ -192,7 +192,6 @@ class Platform(ABC):
 
     def synchronize(self, device: LogicalDevice) -> None:
         """Wait for queued work; nothing to do where work is synchronous."""
-        del device
 
     def capabilities(self) -> Mapping[str, Any]:
         """Open keys for diagnosis."""

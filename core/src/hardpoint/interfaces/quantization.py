@@ -34,7 +34,6 @@ class LinearMethod(ABC):
 
     def process_after_loading(self, layer: torch.nn.Module) -> None:
         """Repack once all tensors are in."""
-        del layer
 
     @abstractmethod
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -217,11 +217,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Fraction of usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
-    @property
-    def recent_hit_rate(self) -> float:
-        """Fraction of recent prompt tokens that came from the prefix cache, 0 to 1."""
-        return self.recent_prefix_hits / self.recent_prefix_queries if self.recent_prefix_queries else 0.0
-
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """One frame per step and client. Events of the KV cache go to the first client only."""

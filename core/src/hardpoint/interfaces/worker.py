@@ -138,15 +138,11 @@ class RpcMethod(msgspec.Struct, frozen=True):
 
 
 WORKER_RPC: Mapping[str, RpcMethod] = {
-    "init_device": RpcMethod((), None),
-    "load_model": RpcMethod((), None),
+    **dict.fromkeys(("init_device", "load_model", "warm_up", "check_health", "shutdown"), RpcMethod((), None)),
     "kv_cache_specs": RpcMethod((), list[LayerSpec]),
     "kv_cache_budget": RpcMethod((), int),
     "initialize_kv_cache": RpcMethod((KVCacheConfig,), None),
-    "warm_up": RpcMethod((), None),
     "execute": RpcMethod((SchedulerOutput,), RunnerOutput | Deferred),
     "sample": RpcMethod((int, GrammarMask | None), RunnerOutput),
     "supported_tasks": RpcMethod((), list[str]),
-    "check_health": RpcMethod((), None),
-    "shutdown": RpcMethod((), None),
 }

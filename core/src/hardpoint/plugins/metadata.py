@@ -35,8 +35,8 @@ def canonical_name(name: str) -> str:
 
 
 def scan_metadata(search_path: Iterable[str] | None = None) -> Iterator[MetadataFolder]:
-    """All metadata folders in search order, those of one entry by name; none of :func:`find_archives`."""
-    for location in _locations(search_path):
+    """All metadata folders in search order, those of one entry by name; none in archives."""
+    for location in search_locations(search_path):
         try:
             entries = sorted(os.listdir(location))
         except OSError:
@@ -48,16 +48,8 @@ def scan_metadata(search_path: Iterable[str] | None = None) -> Iterator[Metadata
                 yield MetadataFolder(name, os.path.join(location, entry), location)
 
 
-def find_archives(search_path: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Zip files and eggs in the search path. What they hold can be imported, but none of their plugins is found."""
-    return tuple(
-        location
-        for location in _locations(search_path)
-        if os.path.isfile(location) or (location.endswith(".egg") and os.path.isdir(os.path.join(location, "EGG-INFO")))
-    )
-
-
-def _locations(search_path: Iterable[str] | None) -> Iterable[str]:
+def search_locations(search_path: Iterable[str] | None) -> Iterable[str]:
+    """The entries of the search path, each once, as real paths."""
     entries = sys.path if search_path is None else search_path
     return dict.fromkeys(os.path.realpath(entry or os.curdir) for entry in entries)
 

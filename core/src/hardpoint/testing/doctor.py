@@ -14,7 +14,7 @@ from hardpoint.errors import PluginError
 from hardpoint.plugins.discovery import discover
 from hardpoint.plugins.kinds import KINDS, no_candidate
 from hardpoint.plugins.manifest import PluginManifest, read_manifest
-from hardpoint.plugins.metadata import find_archives
+from hardpoint.plugins.metadata import search_locations
 from hardpoint.plugins.plan import PluginPlan
 from hardpoint.plugins.records import DiscoveredPlugin, Discovery, RefusedPlugin, ShadowedDistribution
 from hardpoint.plugins.resolve import resolve_plan
@@ -92,7 +92,7 @@ def diagnose(
 
     ``probe`` imports and asks platform factories here; ``probe_workers`` asks others elsewhere. No other code is run.
     """
-    discovery, archives = discover(search_path), find_archives(search_path)
+    discovery, archives = discover(search_path), _archives(search_path)
     selection = selection or PluginSelection()
     plan, faults = resolve_plan(discovery, selection)
     problems = [str(fault) for fault in faults]
@@ -120,6 +120,15 @@ def diagnose(
         warnings=tuple(warnings),
         environment={name: _shown(name) for name in sorted(os.environ) if name.startswith("HARDPOINT_")},
         archives=archives,
+    )
+
+
+def _archives(search_path: Iterable[str] | None) -> tuple[str, ...]:
+    """Zip files and eggs in the search path. What they hold can be imported, but none of their plugins is found."""
+    return tuple(
+        location
+        for location in search_locations(search_path)
+        if os.path.isfile(location) or (location.endswith(".egg") and os.path.isdir(os.path.join(location, "EGG-INFO")))
     )
 
 

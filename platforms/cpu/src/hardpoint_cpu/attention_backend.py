@@ -62,18 +62,42 @@ class CpuPagedMetadata:
     fresh: native.RowFacts
     block_size: int
 
+    def describes(self, common: CommonAttentionMetadata) -> bool:
+        """Whether ``common`` is about the very same tensors, and as many rows of them."""
+        rows = self.rows
+        return (
+            rows.query_start is common.query_start_loc
+            and rows.seq_lens is common.seq_lens
+            and rows.block_table is common.block_table
+            and rows.struct.rows == common.num_rows
+            and bool(rows.struct.causal) == common.causal
+            and self.block_size == common.block_size
+        )
+
 
 class CpuPagedBuilder(AttentionMetadataBuilder):
-    """Takes rows in any order, and lengths from tensors that the step's own copies are: nothing is computed here."""
+    """Takes rows in any order, and lengths from tensors that the step's own copies are: nothing is computed here.
+
+    A step whose tensors are those of the step before gets the same metadata, which only says where they lie.
+    """
+
+    def __init__(self) -> None:
+        self._last: CpuPagedMetadata | None = None
 
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> CpuPagedMetadata:
         del fast
         starts, lengths, table, count = common.query_start_loc, common.seq_lens, common.block_table, common.num_rows
-        return CpuPagedMetadata(
-            rows=native.RowFacts.make(starts, lengths, table, rows=count, causal=common.causal),
-            fresh=native.RowFacts.make(starts, lengths, None, rows=count, causal=common.causal),
+        causal = common.causal
+        if not isinstance(causal, bool):
+            raise TypeError("all rows must be causal or none: uses_row_causality is a need that this backend refuses")
+        if self._last is not None and self._last.describes(common):
+            return self._last
+        self._last = CpuPagedMetadata(
+            rows=native.RowFacts.make(starts, lengths, table, rows=count, causal=causal),
+            fresh=native.RowFacts.make(starts, lengths, None, rows=count, causal=causal),
             block_size=common.block_size,
         )
+        return self._last
 
 
 class CpuPagedImpl(AttentionImpl):

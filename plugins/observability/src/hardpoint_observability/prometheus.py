@@ -82,7 +82,7 @@ class PrometheusStats(StatLogger):
         self._waiting.labels(model).set(stats.num_waiting)
         self._skipped.labels(model).set(stats.num_skipped)
         self._usage.labels(model).set(stats.kv_cache_usage)
-        self._hit_rate.labels(model).set(stats.recent_hit_rate)
+        self._hit_rate.labels(model).set(stats.recent_prefix_hits / max(stats.recent_prefix_queries, 1))
         self._cached.labels(model).set(stats.num_cached_blocks)
         self._evictions.labels(model).inc(_increase(before.num_evictions, stats.num_evictions))
         self._queries.labels(model).inc(_increase(before.prefix_cache_queries, stats.prefix_cache_queries))

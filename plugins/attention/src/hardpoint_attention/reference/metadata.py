@@ -122,6 +122,8 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> ReferenceMetadata:
         del fast
         num_rows = common.num_rows
+        if not isinstance(common.causal, bool):
+            raise TypeError("all rows must be causal or none: uses_row_causality is a need that this backend refuses")
         # Planning needs true lengths; where the host has bounds only, this backend waits for the device.
         seq_lens = common.seq_lens_cpu if common.seq_lens_is_exact else common.seq_lens.cpu().numpy()
         batch = Batch(
