@@ -1,0 +1,194 @@
+"""Triton kernels checked without a GPU: compiled ahead of time for every target, their resource use held to a table.
+
+A distribution lists its kernels in a function that returns :class:`KernelCase` records, one for each configuration that
+may be launched, commits the table of what they use, and holds the two together with
+:class:`hardpoint_testing_torch.triton_aot_suite.KernelResourceSuite`. The table is written by::
+
+    python -m hardpoint_testing_torch.triton_aot tests/my_kernel_cases.py:cases --write kernel_resources.json
+
+Importing this module does not import Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+__all__ = ["TARGETS", "KernelCase", "Resources", "Target", "load_cases", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device to compile for, as Triton calls it. ``shared_limit``: bytes that one block may use."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_limit: int
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            Target("sm_80", "cuda", 80, 32, 163 * 1024),
+            Target("sm_90", "cuda", 90, 32, 227 * 1024),
+            Target("sm_100", "cuda", 100, 32, 227 * 1024),
+            Target("gfx942", "hip", "gfx942", 64, 64 * 1024),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel in one configuration.
+
+    Attributes:
+        name: unique among a distribution's cases; it is the row of the table.
+        function: made by ``triton.jit``, perhaps wrapped by ``triton.autotune`` or ``triton.heuristics``, whose own
+            configurations are not looked at: give each a case, or use :meth:`tuned`.
+        signature: type by argument name as Triton spells it, such as ``*fp16`` or ``i32``; constants left out.
+        constexprs: value by argument name, also for arguments that Triton specializes (None, and 1 where it is fixed).
+        divisible_by_16: arguments that always are: pointers by alignment, integers by value.
+        options: further options of the compiler's backend, such as ``maxnreg``.
+        targets: names from :data:`TARGETS`; empty for all.
+        spill_budget: bytes a thread may keep in memory for want of registers, on every target.
+    """
+
+    name: str
+    function: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    divisible_by_16: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
+    spill_budget: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.targets) - set(TARGETS))
+        if unknown:
+            raise ValueError(f"case {self.name!r}: no target {', '.join(unknown)}; there are: {', '.join(TARGETS)}")
+        both = sorted(set(self.signature) & set(self.constexprs))
+        if both:
+            raise ValueError(f"case {self.name!r}: {', '.join(both)} in both signature and constexprs; keep one")
+        stray = sorted(set(self.divisible_by_16) - set(self.signature))
+        if stray:
+            raise ValueError(f"case {self.name!r}: divisible_by_16 names {', '.join(stray)}, not in the signature")
+
+    @classmethod
+    def tuned(
+        cls,
+        name: str,
+        function: Any,
+        signature: Mapping[str, str],
+        constexprs: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
+    ) -> tuple[KernelCase, ...]:
+        """A case for every configuration of an autotuned ``function``; ``settings`` are further attributes of each."""
+        cases = []
+        for config in function.configs:
+            title = ",".join(f"{key}={value}" for key, value in config.kwargs.items())
+            cases.append(
+                cls(
+                    f"{name}[{title},warps={config.num_warps},stages={config.num_stages}]",
+                    function,
+                    signature,
+                    {**constexprs, **config.kwargs},
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                    **settings,
+                )
+            )
+        return tuple(cases)
+
+    @property
+    def all_targets(self) -> tuple[Target, ...]:
+        return tuple(TARGETS[name] for name in (self.targets or TARGETS))
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel needs. ``hash``: of the sources, settings, compiler version and target it came from.
+
+    Attributes:
+        registers: per thread; on AMD devices vector registers, accumulation ones included.
+        shared_bytes: per block.
+        spill_bytes: memory per thread that stands in for registers.
+    """
+
+    hash: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+
+def load_cases(provider: str) -> tuple[KernelCase, ...]:
+    """The cases of ``package.module:function`` or ``folder/file.py:function``.
+
+    Raises ``ValueError`` for another form and for equal names.
+    """
+    place, sign, name = provider.rpartition(":")
+    if not sign or not name:
+        raise ValueError(f"{provider!r} is no PACKAGE:FUNCTION, such as my_package.cases:all or tests/cases.py:all")
+    module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
+    cases: Iterable[KernelCase] = getattr(module, name)()
+    found: dict[str, KernelCase] = {}
+    for case in cases:
+        if case.name in found:
+            raise ValueError(f"{provider} has two cases named {case.name!r}; give each its own name")
+        found[case.name] = case
+    return tuple(found.values())
+
+
+def _load_file(path: Path) -> ModuleType:
+    """A module that is in no package, such as one beside tests."""
+    spec = spec_from_file_location(f"kernel_cases_of_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{path} is no file with Python source; it is looked for from the current folder")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when everything compiles within its budget and, without ``--write``, as the table says; 1 otherwise."""
+    from hardpoint_testing_torch.triton_aot_check import compile_all
+    from hardpoint_testing_torch.triton_aot_table import ResourceTable
+
+    parser = argparse.ArgumentParser(
+        prog="python -m hardpoint_testing_torch.triton_aot",
+        description="Compile Triton kernels for all targets, without a GPU; check or write the table of what they use.",
+    )
+    parser.add_argument("provider", metavar="PACKAGE:FUNCTION", help="the function that returns the kernel cases")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--write", metavar="FILE", type=Path, help="write the table")
+    where.add_argument("--check", metavar="FILE", type=Path, help="compare with the table")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (default: 2)")
+    parser.add_argument("--cold", action="store_true", help="use no results of earlier runs")
+    given = parser.parse_args(arguments)
+    outcome = compile_all(given.provider, jobs=given.jobs, cold=given.cold)
+    faults = list(outcome.faults)
+    if given.check is not None:
+        faults += outcome.table.differences(ResourceTable.read(given.check))
+    elif not faults:
+        outcome.table.write(given.write)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    print(f"{outcome.table.num_rows} compilations, {outcome.num_cached} of them cached, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    # Under the module's own name, so that the records are those that the cases are made of.
+    sys.exit(import_module("hardpoint_testing_torch.triton_aot").main())

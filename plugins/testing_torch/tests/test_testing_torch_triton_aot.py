@@ -1,0 +1,230 @@
+"""Kernels are compiled for every target without a GPU, and the table notices what changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hardpoint_testing_torch.triton_aot import TARGETS, KernelCase, Resources, load_cases, main
+from hardpoint_testing_torch.triton_aot_check import cache_folder, compile_all
+from hardpoint_testing_torch.triton_aot_suite import KernelResourceSuite, stale_cases
+from hardpoint_testing_torch.triton_aot_table import ResourceTable
+
+pytest.importorskip("triton")
+
+KERNELS = '''
+import triton
+import triton.language as tl
+from hardpoint_testing_torch.triton_aot import KernelCase
+
+SCALE: tl.constexpr = tl.constexpr(2.0)
+
+
+@triton.jit
+def scaled(x):
+    """Says something."""
+    return x * SCALE
+
+
+@triton.autotune([triton.Config({"BLOCK": size}, num_warps=size // 128) for size in (128, 256)], key=["size"])
+@triton.jit
+def double(source, target, size, bias, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = scaled(tl.load(source + place, mask=place < size))
+    if bias is not None:
+        value += tl.load(bias)
+    tl.store(target + place, value, mask=place < size)
+
+
+def cases():
+    types = {"source": "*fp16", "target": "*fp16", "size": "i32"}
+    return KernelCase.tuned("double", double, types, {"bias": None}, divisible_by_16=("source", "target"))
+'''
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a module of kernels and gives its provider; results are cached below the test's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    written = 0
+
+    def write(source: str) -> str:
+        nonlocal written
+        written += 1
+        name = f"aot_{tmp_path.name}_{written}".replace("[", "_").replace("]", "_")
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        return f"{name}:cases"
+
+    return write
+
+
+def hashes(provider: str) -> list[str]:
+    """Without the module's own name, which every edit changes here."""
+    from hardpoint_testing_torch import triton_aot_hash
+
+    found = []
+    for case in load_cases(provider):
+        for part in (case.function.fn, case.function.fn.fn.__globals__["scaled"]):
+            part.fn.__module__ = "kernels"
+        found += [triton_aot_hash.case_hash(case, target) for target in case.all_targets]
+    return found
+
+
+def test_every_configuration_is_a_case_with_a_hash_for_each_target(write: Write) -> None:
+    provider = write(KERNELS)
+    cases = load_cases(provider)
+    assert [case.name for case in cases] == ["double[BLOCK=128,warps=1,stages=3]", "double[BLOCK=256,warps=2,stages=3]"]
+    found = hashes(provider)
+    assert len(set(found)) == len(found) == 2 * len(TARGETS)
+
+
+def test_hashes_change_with_what_is_compiled_and_with_nothing_else(write: Write) -> None:
+    before = hashes(write(KERNELS))
+    assert (
+        hashes(
+            write(
+                "\n\n"
+                + KERNELS.replace("Says something", "Says more").replace("    value =", "    # Why.\n    value =")
+            )
+        )
+        == before
+    )
+    for old, new in (
+        ("x * SCALE", "x + SCALE"),
+        ("constexpr(2.0)", "constexpr(3.0)"),
+        ("place < size)\n", "place <= size)\n"),
+        ("*fp16", "*fp32"),
+        ('divisible_by_16=("source", "target")', 'divisible_by_16=("source",)'),
+    ):
+        assert old in KERNELS
+        assert not set(hashes(write(KERNELS.replace(old, new)))) & set(before), f"{old} to {new}"
+
+
+def test_a_stale_table_says_what_to_write_again(write: Write, tmp_path: Path) -> None:
+    import triton
+
+    from hardpoint_testing_torch.triton_aot_hash import case_hashes
+
+    provider, path = write(KERNELS), tmp_path / "table.json"
+    rows = {
+        name: {target: Resources(digest, 16, 0, 0) for target, digest in targets.items()}
+        for name, targets in case_hashes(load_cases(provider)).items()
+    }
+    table = ResourceTable(triton.__version__, rows)
+    table.write(path)
+    assert ResourceTable.read(path) == table
+    assert stale_cases(provider, path) == []
+    changed = dict(rows)
+    first, second = changed
+    del changed[second]
+    changed[first] = {**rows[first], "sm_90": replace(rows[first]["sm_90"], hash="other")}
+    changed["gone"] = rows[first]
+    ResourceTable(triton.__version__, changed).write(path)
+    assert stale_cases(provider, path) == [
+        "gone is in the table, but no case has that name",
+        f"{first} on sm_90 has changed since the table was written",
+        *(f"{second} on {target} is not in the table" for target in sorted(TARGETS)),
+    ]
+    ResourceTable("1.0", rows).write(path)
+    assert stale_cases(provider, path) == [
+        f"the table is of triton 1.0, installed is {triton.__version__}; write it again"
+    ]
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="no table of kernel resources"):
+        stale_cases(provider, path)
+
+
+def test_impossible_cases_are_refused() -> None:
+    with pytest.raises(ValueError, match="no target sm_1; there are: sm_80"):
+        KernelCase("one", None, {}, targets=("sm_1",))
+    with pytest.raises(ValueError, match="size in both signature and constexprs"):
+        KernelCase("one", None, {"size": "i32"}, {"size": 1})
+    with pytest.raises(ValueError, match="divisible_by_16 names size"):
+        KernelCase("one", None, {}, divisible_by_16=("size",))
+    with pytest.raises(ValueError, match="no PACKAGE:FUNCTION"):
+        load_cases("nothing")
+
+
+def test_equal_names_are_refused(write: Write) -> None:
+    with pytest.raises(ValueError, match="two cases named 'double"):
+        load_cases(write(KERNELS.replace("return KernelCase", "return 2 * KernelCase")))
+
+
+def test_cases_may_be_in_a_file_of_no_package(write: Write, tmp_path: Path) -> None:
+    module = write(KERNELS).partition(":")[0]
+    by_file = f"{tmp_path / module}.py:cases"
+    assert [case.name for case in load_cases(by_file)] == [case.name for case in load_cases(f"{module}:cases")]
+    with pytest.raises(ValueError, match="absent.py is no file with Python source"):
+        load_cases(f"{tmp_path}/absent.py:cases")
+
+
+def test_the_cache_is_the_users() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/cached"}) == Path("/cached/hardpoint/triton-aot")
+
+
+@pytest.mark.slow
+def test_compiling_writing_and_checking(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to the suite, in a process that would interpret kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    provider, path = write(KERNELS), tmp_path / "table.json"
+    assert main([provider, "--jobs", "1", "--write", str(path)]) == 0
+    assert "8 compilations, 0 of them cached, 0 faults" in capsys.readouterr().out
+    rows = ResourceTable.read(path).rows
+    assert all(0 < row.registers < 64 and row.spill_bytes == 0 for targets in rows.values() for row in targets.values())
+    suite = type("Suite", (KernelResourceSuite,), {"provider": provider, "table": path})()
+    suite.test_the_table_is_of_these_kernels()
+    suite.test_every_kernel_compiles_within_its_budget_and_as_the_table_says()
+    text = json.loads(path.read_text(encoding="utf-8"))
+    text["kernels"]["double[BLOCK=128,warps=1,stages=3]"]["sm_90"]["registers"] += 1
+    path.write_text(json.dumps(text), encoding="utf-8")
+    assert main([provider, "--check", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "8 of them cached" in said.out
+    assert "on sm_90 uses Resources" in said.err
+
+
+WASTEFUL = """
+import triton
+import triton.language as tl
+from hardpoint_testing_torch.triton_aot import KernelCase
+
+
+@triton.jit
+def wasteful(a, b, c, SIZE: tl.constexpr):
+    rows = tl.arange(0, SIZE)
+    places = rows[:, None] * SIZE + rows[None, :]
+    tl.store(c + places, tl.dot(tl.load(a + places), tl.load(b + places)))
+
+
+@triton.jit
+def wrong(a):
+    tl.store(a, nothing)
+
+
+def cases():
+    types = {"a": "*fp16", "b": "*fp16", "c": "*fp32"}
+    return (
+        KernelCase("wasteful", wasteful, types, {"SIZE": 128}, num_warps=1, targets=("sm_80",)),
+        KernelCase("wrong", wrong, {"a": "*fp16"}, targets=("gfx942",)),
+        KernelCase("misfit", wrong, {"b": "*fp16"}, targets=("gfx942",)),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_or_spills_is_a_fault(write: Write) -> None:
+    outcome = compile_all(write(WASTEFUL), jobs=1)
+    assert len(outcome.faults) >= 3
+    text = "\n".join(outcome.faults)
+    assert "wasteful on sm_80 spills" in text
+    assert "wrong does not compile for gfx942" in text
+    assert "'nothing' is not defined" in text or "nothing is not defined" in text
+    assert "the case gives no type or value for ['a'], and unknown ['b']" in text
