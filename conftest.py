@@ -11,6 +11,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
 
+# Triton asks when it is imported and when a kernel is defined: without a GPU, kernels run through its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_runtime/")
 
 
