@@ -112,7 +112,7 @@ def run(stack: NativeStack, x: torch.Tensor, positions: torch.Tensor) -> torch.T
     rows = RowFacts.make(torch.tensor([0, count], dtype=torch.int32), lengths, torch.tensor([[2, 1]]).int())
     slots = torch.tensor([2 * 16 + place if place < 16 else place for place in range(count)])
     hidden = x.clone()
-    stack.run(hidden, positions, [StepGroup(rows.struct, slots)])
+    stack.run(hidden, positions, (StepGroup(rows.struct, slots),))
     return hidden
 
 
@@ -178,7 +178,7 @@ class TestRefusals:
         stack = NativeStack(best_native, [parts], None)
         x = torch.zeros(2, C)
         with pytest.raises(RuntimeError, match="no caches are bound"):
-            stack.run(x, torch.arange(2), [])
+            stack.run(x, torch.arange(2), ())
         with pytest.raises(ValueError, match="1 layers have 0 caches and 0 groups"):
             stack.bind([], [])
         with pytest.raises(ValueError, match="is at position -1"):
@@ -192,4 +192,4 @@ class TestRefusals:
         stack = NativeStack(best_native, [parts], None)
         stack.bind([cache_view(torch.zeros(3, K, 16, 2 * D), K, D)], [1])
         with pytest.raises(ValueError, match="block 0 is of group 1 of 0"):
-            stack.run(torch.zeros(1, C), torch.arange(1), [])
+            stack.run(torch.zeros(1, C), torch.arange(1), ())

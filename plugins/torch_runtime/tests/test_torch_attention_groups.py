@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hardpoint.interfaces import (
     AttentionMetadataBuilder,
     AttentionSpec,
     BlockSizeRule,
+    CommonAttentionMetadata,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,11 +21,15 @@ from hardpoint.interfaces import (
     MambaCacheMode,
     MambaSpec,
     MixedSizeSpec,
+    NewRow,
+    SchedulerOutput,
     SlidingWindowSpec,
     spec_to_wire,
 )
 from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
+from hardpoint_torch_runtime.runner.input_batch import InputBuilder
+from hardpoint_torch_runtime.runner.slot_state import SlotState
 
 CPU = torch.device("cpu")
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
@@ -69,6 +75,39 @@ def test_windows_alone_need_no_builder_of_their_own() -> None:
     merged = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32", sliding_window=5)
     groups(merged, {"w": WINDOW, "f": FULL}, backend, BlockSizeRule(16))
     assert backend.asked == [(WINDOW, ("w", "f"))]
+
+
+def test_steps_with_the_same_objects_share_one_map_of_layers(
+    make_step: Callable[..., SchedulerOutput], make_row: Callable[..., NewRow]
+) -> None:
+    """R4.51: nothing is listed by layer again while builders and buffers give the same objects."""
+
+    class Same(AttentionMetadataBuilder):
+        """Its metadata is one object for all steps."""
+
+        def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> object:
+            return self
+
+    class Keeping(PlainAttentionBackend):
+        def create_builder(self, *args: Any) -> AttentionMetadataBuilder:
+            return Same()
+
+    made = groups(FULL, {"a": FULL, "b": FULL}, Keeping(), BlockSizeRule(16))
+    state = SlotState(2, 99, [16])
+    inputs = InputBuilder(state, 8, CPU)
+    state.enter(make_row(0, list(range(20)), [1, 2]))
+    maps = []
+    for computed, count in ((18, 1), (19, 1), (10, 4)):
+        record = make_step(0, [(0, 1, computed, count, True)])
+        batch = inputs.build(record)
+        maps.append((batch, *made.build(batch, record)))
+    (first, metadata, mappings), (_, again, mapped_again), (last, other, mapped) = maps
+    assert again is metadata
+    assert mapped_again is mappings
+    assert set(metadata) == set(mappings) == {"a", "b"}
+    assert mappings["b"] is first.slot_mappings[0]
+    assert mapped["a"] is last.slot_mappings[0]
+    assert other == metadata
 
 
 def test_layers_get_the_block_size_of_the_plan() -> None:

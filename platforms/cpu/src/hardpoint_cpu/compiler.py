@@ -13,11 +13,11 @@ from hardpoint.interfaces.compiler import Compiler, LoweredRange, TokenRange
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint_cpu.kernels import KernelProvider, KernelState
-from hardpoint_cpu.linear_method import PackRefusedError, take_over, take_over_head
+from hardpoint_cpu.linear_method import PackRefusedError, take_over, take_over_head, take_over_rows
 from hardpoint_cpu.lowered_stack import StackRefusedError, lower_stack
 from hardpoint_cpu.native.library import NativeLibrary
 from hardpoint_cpu.platform import CpuPlatform
-from hardpoint_torch_runtime.layers import LMHead, ParallelLinear
+from hardpoint_torch_runtime.layers import LMHead, ParallelLinear, VocabEmbedding
 from hardpoint_torch_runtime.lowering import DescribedStack, NotStandard
 
 __all__ = ["NativeCompiler", "create"]
@@ -84,6 +84,8 @@ class NativeCompiler(Compiler):
             yield LoweredRange(tuple(lowered), tokens)
         for reason, names in reasons.items():
             yield _refused(tuple(names), reason)
+        for embedding in (module for module in model.modules() if isinstance(module, VocabEmbedding)):
+            take_over_rows(embedding, library)
         for stack in (module for module in model.modules() if isinstance(module, DescribedStack)):
             yield from self._lower_stack(stack, library, tokens)
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 import torch
 
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
-from hardpoint_cpu.native.grouped import Activations, linear_gguf, linear_int4
+from hardpoint_cpu.native.grouped import GGUF_TYPES, Activations, gguf_rows, linear_gguf, linear_int4
 from hardpoint_cpu.native.int8 import linear_int8
 from hardpoint_cpu.native.library import NativeLibrary, NativeLinear
 from hardpoint_torch_runtime.layers import (
     ChannelInt8Weight,
     DenseWeight,
+    GGUFWeight,
     GroupedInt4Weight,
     LMHead,
     ParallelLinear,
     StoredWeight,
+    VocabEmbedding,
 )
 
-__all__ = ["NativeLinearMethod", "PackRefusedError", "pack", "take_over", "take_over_head"]
+__all__ = ["NativeLinearMethod", "PackRefusedError", "pack", "take_over", "take_over_head", "take_over_rows"]
 
 
 class PackRefusedError(ValueError):
@@ -45,7 +47,7 @@ def pack(
 
 def _pack(library: NativeLibrary, stored: StoredWeight, bias: torch.Tensor | None, invariant: bool) -> NativeLinear:
     if isinstance(stored, DenseWeight):
-        return library.linear_f32(stored.weight, bias)
+        return library.linear_f32(stored.weight, bias, invariant=invariant)
     activations: Activations = "int8" if stored.int8_activations else "float"
     if isinstance(stored, ChannelInt8Weight):
         return linear_int8(library, stored.values, stored.scales, bias, activations)
@@ -78,6 +80,8 @@ class NativeLinearMethod(LinearMethod):
 
 def _product(native: NativeLinear, x: torch.Tensor) -> torch.Tensor:
     """[..., I] to [..., O]."""
+    if x.dim() == 2 and x.is_contiguous():
+        return native(x)
     rows = x.reshape(-1, native.inputs)
     return native(rows if rows.stride(-1) == 1 else rows.contiguous()).view(*x.shape[:-1], native.outputs)
 
@@ -103,3 +107,15 @@ def take_over_head(head: LMHead, library: NativeLibrary, *, invariant: bool) -> 
         raise PackRefusedError("the embedding that it is tied to does not tell how its weight is stored")
     native = pack(library, stored, None, invariant=invariant)
     head.product = lambda hidden: _product(native, hidden)
+
+
+def take_over_rows(embedding: VocabEmbedding, library: NativeLibrary) -> None:
+    """Let ``embedding`` look rows of blocks up with a kernel, which decodes them to the same bits as torch does.
+
+    Rows that are stored otherwise take one operator, or few, and stay with the embedding.
+    """
+    stored = embedding.stored()
+    if not isinstance(stored, GGUFWeight) or len(stored.parts) != 1 or stored.parts[0].type_name not in GGUF_TYPES:
+        return
+    (part,) = stored.parts
+    embedding.rows = lambda ids: gguf_rows(library, part.type_name, part.data, ids)

@@ -59,11 +59,15 @@ class LoweredStack:
         self._impls = tuple(impl for impl in impls if isinstance(impl, CpuPagedImpl))
         self.attends = len(self._impls) == len(self._layers)
         self._linears = tuple(linear for block in stack.blocks for linear in _linears(block))
+        self._is_adapted = False
+        for linear in self._linears:
+            linear.on_adapter = self._look_for_adapters
         self._logger = logger
         self._told: set[str] = set()
         # Whose views the native stack is bound to; held, so that no other can have its address.
         self._bound: Any = None
         self._leaders: tuple[str, ...] = ()
+        self._groups: tuple[StepGroup, ...] = ()
 
     def __call__(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         context = get_forward_context()
@@ -88,16 +92,28 @@ class LoweredStack:
             return "they are captured as graphs or padded"
         if positions.dim() != 1:
             return "tokens have several positions"
-        if any(linear.adapter is not None for linear in self._linears):
+        if self._is_adapted:
             return "an adapter is set on a layer"
         return None
+
+    def _look_for_adapters(self) -> None:
+        self._is_adapted = any(linear.adapter is not None for linear in self._linears)
 
     def _run_whole(self, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         metadata, slots = context.attention_metadata or {}, context.slot_mapping
         if self._bound is not context.kv_caches:
             self._bind(context.kv_caches, metadata, slots)
-        groups = [StepGroup(metadata[name].rows.struct, slots[name]) for name in self._leaders]
-        self._native.run(hidden, positions, groups)
+        self._native.run(hidden, positions, self._groups_of(metadata, slots))
+
+    def _groups_of(self, metadata: Mapping[str, Any], slots: Mapping[str, torch.Tensor]) -> tuple[StepGroup, ...]:
+        """The same ones as in the step before, where it had the same rows and slots."""
+        groups, leaders = self._groups, self._leaders
+        if len(groups) != len(leaders) or not all(
+            group.rows is metadata[name].rows.struct and group.slots is slots[name]
+            for group, name in zip(groups, leaders, strict=True)
+        ):
+            self._groups = tuple(StepGroup(metadata[name].rows.struct, slots[name]) for name in leaders)
+        return self._groups
 
     def _bind(
         self, caches: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], slots: Mapping[str, torch.Tensor]

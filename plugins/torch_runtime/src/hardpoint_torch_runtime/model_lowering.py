@@ -37,6 +37,7 @@ class ModelLowering:
 
     def __init__(self, compiler: Compiler, logger: logging.Logger) -> None:
         self._compiler = compiler
+        self._resuming: ResumingCompiler | None = compiler if isinstance(compiler, ResumingCompiler) else None
         self._logger = logger
         self.ranges: list[LoweredRange] = []
 
@@ -46,15 +47,13 @@ class ModelLowering:
 
     def between_steps(self) -> None:
         """Let a compiler that could not lower the model yet try again."""
-        compiler: object = self._compiler
-        if isinstance(compiler, ResumingCompiler):
-            self._report(compiler.resume() or ())
+        if self._resuming is not None:
+            self._report(self._resuming.resume() or ())
 
     @property
     def is_waiting(self) -> bool:
         """Whether there is something left to do between steps."""
-        compiler: object = self._compiler
-        return isinstance(compiler, ResumingCompiler) and compiler.is_waiting
+        return self._resuming is not None and self._resuming.is_waiting
 
     def _report(self, ranges: Sequence[LoweredRange]) -> None:
         self.ranges.extend(ranges)

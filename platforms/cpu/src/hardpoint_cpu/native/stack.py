@@ -160,6 +160,8 @@ class NativeStack:
         piece = (POINTER, POINTER, INT64, POINTER, POINTER)
         self._before = library.function("hp_stack_before_attention", *piece)
         self._after = library.function("hp_stack_after_attention", *piece)
+        self._groups: tuple[StepGroup, ...] = ()
+        self._group_structs: ctypes.Array[_StepGroup] = (_StepGroup * 0)()
         self._caches: ctypes.Array[KVCache] | None = None
         self._group_of_block: ctypes.Array[ctypes.c_int32] | None = None
 
@@ -174,13 +176,18 @@ class NativeStack:
         self._caches = (KVCache * count)(*caches)
         self._group_of_block = (ctypes.c_int32 * count)(*groups)
 
-    def run(self, hidden: torch.Tensor, positions: torch.Tensor, groups: Sequence[StepGroup]) -> None:
-        """``hidden`` float32 [T, C] in place, for tokens at ``positions`` int64 [T]. Caches must be bound."""
+    def run(self, hidden: torch.Tensor, positions: torch.Tensor, groups: tuple[StepGroup, ...]) -> None:
+        """``hidden`` float32 [T, C] in place, for tokens at ``positions`` int64 [T]. Caches must be bound.
+
+        Nothing is checked again in ``groups`` that were given to the run before: steps of one shape follow each other.
+        """
         if self._caches is None or self._group_of_block is None:
             raise RuntimeError("no caches are bound; call bind() first")
-        structs = (_StepGroup * len(groups))(*map(self._group, groups))
+        if groups is not self._groups:
+            self._group_structs = (_StepGroup * len(groups))(*map(self._group, groups))
+            self._groups = groups
         step = self._step(hidden, positions)
-        step.groups, step.num_groups = ctypes.addressof(structs), len(groups)
+        step.groups, step.num_groups = ctypes.addressof(self._group_structs), len(groups)
         step.group_of_block = ctypes.addressof(self._group_of_block)
         step.caches = ctypes.addressof(self._caches)
         self._library.check(self._run(self._library.runtime, self._handle, ctypes.addressof(step)))

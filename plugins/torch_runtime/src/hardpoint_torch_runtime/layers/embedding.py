@@ -32,6 +32,8 @@ class VocabEmbedding(torch.nn.Module):
 
     ``weight`` is [share of V, C]. With a ``method`` (a :class:`TableLinearMethod`) it is whatever that keeps instead,
     and a tied head applies the method to this module.
+
+    ``rows``: what a compiler set in place of the look-up, int64 [T] to [T, C].
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class VocabEmbedding(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self._kernel = (kernels or Kernels()).embedding
+        self.rows: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.name = name
         self.vocab_size = vocab_size
         self.parallel = parallel
@@ -47,6 +50,8 @@ class VocabEmbedding(torch.nn.Module):
         self.shape = LinearShape(hidden_size, (-(-vocab_size // parallel.size),), str(dtype).removeprefix("torch."))
         self.weight: torch.nn.Parameter
         self.method = method
+        # Asked once: in every step it would take longer than the look-up.
+        self._table: TableLinearMethod | None = method if isinstance(method, TableLinearMethod) else None
         if method is not None:
             method.create_weights(self, self.shape)
             return
@@ -62,9 +67,10 @@ class VocabEmbedding(torch.nn.Module):
         return self.parallel.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
 
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        method: object = self.method
-        if isinstance(method, TableLinearMethod):
-            return method.look_up(self, rows)
+        if self.rows is not None:
+            return self.rows(rows)
+        if self._table is not None:
+            return self._table.look_up(self, rows)
         return self._kernel(rows, self.weight)
 
     def finish_loading(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,7 +54,13 @@ class LinearFactory:
 
 
 class ParallelLinear(torch.nn.Module):
-    """[..., I] to [..., O] through ``method``. ``adapter`` stays None until an adapter plugin wraps the layer."""
+    """[..., I] to [..., O] through ``method``. ``adapter`` stays None until an adapter plugin wraps the layer.
+
+    ``on_adapter``: called when ``adapter`` was set, for whoever computes many layers at once and cannot ask each of
+    them in every step.
+    """
+
+    on_adapter: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -78,6 +85,11 @@ class ParallelLinear(torch.nn.Module):
             empty = torch.empty(self.shape.output_size, dtype=factory.dtype, device=factory.device)
             self.bias = torch.nn.Parameter(empty, requires_grad=False)
         self.adapter: Adapter | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "adapter" and self.on_adapter is not None:
+            self.on_adapter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project(x, self.bias)

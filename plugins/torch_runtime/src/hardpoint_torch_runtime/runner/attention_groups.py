@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
 from hardpoint.interfaces.step import SchedulerOutput
+from hardpoint_torch_runtime.backend_selection import largest_fitting
 from hardpoint_torch_runtime.layers.state_plan import StateMetadataBuilder
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 
@@ -82,6 +83,7 @@ class AttentionGroups:
             is_causal = not isinstance(specs[planned.layer_names[0]], EncoderOnlyAttentionSpec)
             groups.append(AttentionGroup(planned.layer_names, block_size, kernel_size, tuple(builders), is_causal))
         self.groups = tuple(groups)
+        self._built: tuple[list[object], dict[str, Any], dict[str, torch.Tensor]] = ([], {}, {})
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -122,6 +124,8 @@ class AttentionGroups:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Metadata and slot mapping by layer name; layers of one group and shape get the same objects (R4.51).
 
+        Both are the maps of the batch before where builders and batch give the same objects again; not to be changed.
+
         ``for_graph``: what the host says holds for all steps of the batch's shape, so ``max_seq_len`` is all that a
         block table can hold, and no blocks are common.
 
@@ -132,12 +136,24 @@ class AttentionGroups:
                 f"step {step.step_id} brings draft tokens, but the model has recurrent layers, which keep no states "
                 "to return to; run it without speculation"
             )
+        parts: list[object] = []
+        for index, group in enumerate(self.groups):
+            parts.append(batch.slot_mappings[index])
+            parts.extend(builder.build(self._common(batch, step, index, for_graph)) for _, builder in group.builders)
+        known, metadata, mappings = self._built
+        if len(parts) != len(known) or any(part is not other for part, other in zip(parts, known, strict=True)):
+            metadata, mappings = self._by_layer(iter(parts))
+            self._built = parts, metadata, mappings
+        return metadata, mappings
+
+    def _by_layer(self, parts: Iterator[Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Of each group its slot mapping and then the metadata of its builders, in their order."""
         metadata: dict[str, Any] = {}
         mappings: dict[str, torch.Tensor] = {}
-        for index, group in enumerate(self.groups):
-            for names, builder in group.builders:
-                metadata.update(dict.fromkeys(names, builder.build(self._common(batch, step, index, for_graph))))
-            mappings.update(dict.fromkeys(group.layer_names, batch.slot_mappings[index]))
+        for group in self.groups:
+            mappings.update(dict.fromkeys(group.layer_names, next(parts)))
+            for names, _ in group.builders:
+                metadata.update(dict.fromkeys(names, next(parts)))
         return metadata, mappings
 
     def _common(self, batch: InputBatch, step: SchedulerOutput, index: int, for_graph: bool) -> CommonAttentionMetadata:
@@ -194,9 +210,9 @@ def choose_kernel_block_size(block_size: int, rule: BlockSizeRule, backend_name:
 
     Raises ``ConfigError`` when no divisor is accepted (R5.15).
     """
-    for size in range(block_size, 0, -1):
-        if block_size % size == 0 and rule.accepts(size):
-            return size
+    size = largest_fitting(block_size, rule)
+    if size is not None:
+        return size
     allowed = [f"multiples of {rule.multiple_of}"] if rule.multiple_of else []
     allowed += [str(size) for size in rule.exact]
     raise ConfigError(
