@@ -3,121 +3,230 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from hardpoint.errors import ConfigError, ModelFormatError, PluginError
-from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionNeed
-from hardpoint.interfaces.platform import DeviceDescription
-from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint.errors import ConfigError, PluginError
+from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed, BlockSizeRule
+from hardpoint_torch_runtime.attention_needs import bare_need, describe_need, layer_needs
+from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
 
-__all__ = ["AttentionChoice", "attention_need", "require_kinds", "select_attention_backend"]
+__all__ = ["AttentionChoice", "AttentionSelector", "Verdict", "common_rule", "largest_fitting"]
+
+CHOSEN, REFUSES, NOT_ASKED = "chosen", "refuses", "not asked"
+ACCEPTS = "would accept"
+_LISTED_LAYERS = 2
+
+Needs = Mapping[AttentionNeed, Sequence[str]]
+"""Distinct needs, each with the names of the layers that have it; none where they are not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one candidate. ``outcome`` is one of the constants above, ``reason`` a refusal's."""
+
+    name: str
+    outcome: str
+    reason: str = ""
+
+    @property
+    def is_chosen(self) -> bool:
+        return self.outcome == CHOSEN
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}" if self.reason else self.outcome
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The chosen backend with the candidates refused before it, each with its reason."""
+    """The backend that serves all needs.
 
+    Attributes:
+        name: the plugin's.
+        block_sizes: what its kernels take for every layer.
+        verdicts: of all candidates in their order, each refusal with its reason (R5.3).
+    """
+
+    name: str
     backend: AttentionBackend
-    refused: tuple[tuple[str, str], ...] = ()
+    block_sizes: BlockSizeRule
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def refused(self) -> tuple[tuple[str, str], ...]:
+        return tuple((verdict.name, verdict.reason) for verdict in self.verdicts if verdict.outcome == REFUSES)
+
+    def kernel_block_size(self, block_size: int) -> int:
+        """The part of ``block_size`` tokens that kernels take at a time. Raises ``ConfigError`` for none (R5.15)."""
+        size = largest_fitting(block_size, self.block_sizes)
+        if size is None:
+            reason = _unfit(self.block_sizes, block_size)
+            raise ConfigError(f"attention backend {self.name!r}: {reason}")
+        return size
 
     def table(self) -> str:
-        """Every candidate looked at with what became of it, on one line for the log."""
-        return "; ".join(f"{name}: {reason}" for name, reason in (*self.refused, (self.backend.name, "chosen")))
+        """One line per candidate, for the log."""
+        return _table(self.verdicts)
 
 
-def attention_need(config: WorkerConfig, device: DeviceDescription) -> AttentionNeed:
-    """What this rank's attention layers will ask for, from the model's configuration.
+class AttentionSelector:
+    """Asks ``candidates`` in order, or ``forced`` alone. ``create`` loads one by its plugin name, at most once.
 
-    Raises ``ModelFormatError`` when head counts are missing or do not fit.
+    ``installed`` is for messages.
     """
-    fields = config.model.config
-    heads = _count(fields, "num_attention_heads")
-    kv_heads = _count(fields, "num_key_value_heads", heads)
-    head_size = _count(fields, "head_dim", max(1, _count(fields, "hidden_size") // heads))
-    latent_rank = fields.get("kv_lora_rank")
-    if latent_rank is not None:
-        kv_heads, head_size = 1, _count(fields, "kv_lora_rank") + _count(fields, "qk_rope_head_dim")
-    ranks = config.parallel.tensor_parallel_size
-    uses_window = fields.get("use_sliding_window", True)
-    return AttentionNeed(
-        num_heads=max(1, heads // ranks),
-        num_kv_heads=max(1, kv_heads // ranks),
-        head_size=head_size,
-        dtype=config.dtype,
-        kv_cache_dtype=config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        device=device,
-        block_size=config.block_size,
-        sliding_window=fields.get("sliding_window") if uses_window else None,
-        logits_soft_cap=fields.get("attn_logit_softcapping"),
-        uses_mla=latent_rank is not None,
-        batch_invariant=config.batch_invariant,
-    )
 
+    def __init__(
+        self,
+        create: Callable[[str], AttentionBackend],
+        candidates: Sequence[str],
+        *,
+        installed: Sequence[str] = (),
+        forced: str | None = None,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        self._create = create
+        self._names = (forced,) if forced is not None else tuple(candidates)
+        self._installed = installed
+        self._forced = forced
+        self._logger = logger
+        self._loaded: dict[str, AttentionBackend | PluginError] = {}
 
-def select_attention_backend(
-    create: Callable[[str], AttentionBackend],
-    candidates: Sequence[str],
-    need: AttentionNeed,
-    *,
-    installed: Sequence[str] = (),
-    forced: str | None = None,
-    logger: logging.Logger | None = None,
-) -> AttentionChoice:
-    """The first candidate that accepts ``need``; with ``forced`` that one and no other. ``create`` loads one by name.
+    def choose(self, needs: Needs) -> AttentionChoice:
+        """The first candidate that accepts every need.
 
-    Raises ``ConfigError`` naming every candidate's reason when none is left, or the reason of the forced one. A forced
-    backend that is not installed or fails to load raises its ``PluginError``.
-    """
-    refused: list[tuple[str, str]] = []
-    for name in (forced,) if forced is not None else candidates:
+        Raises ``ConfigError`` with every candidate's reason when none is left, or with that of the forced one. A
+        forced backend that is not installed or fails to load raises its ``PluginError``.
+        """
+        refusals: list[Verdict] = []
+        for place, name in enumerate(self._names):
+            reason = self._reason(name, needs)
+            if reason is None:
+                untried = [Verdict(other, NOT_ASKED) for other in self._names[place + 1 :]]
+                verdicts = (*refusals, Verdict(name, CHOSEN), *untried)
+                backend = self._backend(name)
+                return AttentionChoice(name, backend, _rule(backend, needs), verdicts)
+            refusals.append(Verdict(name, REFUSES, reason))
+        raise self._nobody(refusals, needs)
+
+    def examine(self, needs: Needs) -> tuple[Verdict, ...]:
+        """Every candidate's answer, those behind the one that is taken included. Raises nothing of its own."""
+        verdicts: list[Verdict] = []
+        for name in self._names:
+            try:
+                reason = self._reason(name, needs)
+            except PluginError as error:
+                reason = str(error)
+            is_first = all(verdict.outcome == REFUSES for verdict in verdicts)
+            outcome = REFUSES if reason is not None else CHOSEN if is_first else ACCEPTS
+            verdicts.append(Verdict(name, outcome, reason or ""))
+        return tuple(verdicts)
+
+    def serve(self, toolkit: LayerToolkit, base: AttentionNeed) -> AttentionChoice:
+        """Choose for the layers that a model has made with ``toolkit``, bind them, and log the table of candidates.
+
+        Raises as :meth:`choose` does.
+        """
+        needs = layer_needs(base, toolkit.attention_layers.values()) or {bare_need(base): ()}
+        choice = self.choose(needs)
+        toolkit.bind_attention(choice.backend)
+        if self._logger is not None:
+            layers = "; ".join(describe_need(need) for need in needs)
+            device = base.device.name
+            self._logger.info("attention backend: %s on %s for %s\n%s", choice.name, device, layers, choice.table())
+        return choice
+
+    def _reason(self, name: str, needs: Needs) -> str | None:
+        """Why the candidate cannot serve, or None. Raises the ``PluginError`` of a forced one that does not load."""
         try:
-            backend = create(name)
+            backend = self._backend(name)
         except PluginError as error:
-            if forced is not None:
+            if self._forced is not None:
                 raise
-            refused.append((name, str(error)))
-            continue
-        reason = backend.refuse(need)
-        if reason is None:
-            choice = AttentionChoice(backend, tuple(refused))
-            if logger is not None:
-                logger.info("attention backend: %s", choice.table())
-            return choice
-        refused.append((name, reason))
-    if forced is not None:
-        raise ConfigError(
-            f"attention backend {forced!r} was asked for but refuses: {refused[0][1]}; choose another one with "
-            f"--attention-backend, or leave it unset for an automatic choice"
-        )
-    raise ConfigError(
-        f"no attention backend can serve this model on {need.device.name}:\n{_table(refused)}\n"
-        f"installed: {', '.join(installed) or 'none'}; name one with --attention-backend"
-    )
+            return str(error)
+        reasons = dict.fromkeys(_refusals(backend, needs))
+        return "; ".join(reasons) or None
 
+    def _backend(self, name: str) -> AttentionBackend:
+        if name not in self._loaded:
+            try:
+                self._loaded[name] = self._create(name)
+            except PluginError as error:
+                self._loaded[name] = error
+        found = self._loaded[name]
+        if isinstance(found, PluginError):
+            raise found
+        return found
 
-def require_kinds(backend: AttentionBackend, need: AttentionNeed, kinds: Iterable[AttentionKind]) -> None:
-    """Ask ``backend`` once more, about the kinds of layers that the model turned out to have: a configuration does not
-    tell an encoder. Raises ``ConfigError`` with its reason."""
-    for kind in sorted(set(kinds) - {need.kind}):
-        reason = backend.refuse(replace(need, kind=kind))
-        if reason is not None:
-            raise ConfigError(
-                f"attention backend {backend.name!r} was chosen, but refuses the model's layers of kind "
-                f"{kind.value!r}: {reason}; choose another one with --attention-backend"
+    def _nobody(self, refusals: Sequence[Verdict], needs: Needs) -> ConfigError:
+        if self._forced is not None:
+            return ConfigError(
+                f"attention backend {self._forced!r} was asked for but refuses: {refusals[0].reason}; choose another "
+                "one with --attention-backend, or leave it unset for an automatic choice"
             )
+        table = "\n".join(f"  {line}" for line in _rows([(row.name, row.reason) for row in refusals]))
+        return ConfigError(
+            f"no attention backend can serve this model on {next(iter(needs)).device.name}:\n"
+            f"{table or '  no candidates'}\n"
+            f"installed: {', '.join(self._installed) or 'none'}; name one with --attention-backend"
+        )
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
+def _refusals(backend: AttentionBackend, needs: Needs) -> Iterator[str]:
+    """Every need's reason, with the layers it is about where there are others; else what is wrong with block sizes."""
+    reasons = {need: reason for need in needs if (reason := backend.objection(need)) is not None}
+    for need, reason in reasons.items():
+        yield reason if len(needs) == 1 else f"{_named(needs[need])} ({describe_need(need)}): {reason}"
+    if reasons:
+        return
+    try:
+        reason = _unfit(_rule(backend, needs), next(iter(needs)).block_size)
+    except ConfigError as error:
+        reason = str(error)
+    if reason is not None:
+        yield reason
+
+
+def _named(layers: Sequence[str]) -> str:
+    shown = ", ".join(layers[:_LISTED_LAYERS])
+    more = len(layers) - _LISTED_LAYERS
+    return f"{shown} and {more} more layers" if more > 0 else shown or "the model"
+
+
+def _unfit(rule: BlockSizeRule, block_size: int | None) -> str | None:
+    """Blocks may be split for kernels, never joined (R5.15)."""
+    if block_size is None or largest_fitting(block_size, rule) is not None:
+        return None
+    return f"blocks of {block_size} tokens cannot be divided into any that its kernels take ({rule}); set --block-size"
+
+
+def _rule(backend: AttentionBackend, needs: Needs) -> BlockSizeRule:
+    return common_rule([backend.block_sizes(need) for need in needs])
+
+
+def common_rule(rules: Sequence[BlockSizeRule]) -> BlockSizeRule:
+    """The sizes that every one of ``rules`` accepts. Raises ``ConfigError`` when there are none (R5.15)."""
+    multiples = [rule.multiple_of for rule in rules if rule.multiple_of is not None]
+    multiple = math.lcm(*multiples) if len(multiples) == len(rules) else None
+    named = {size for rule in rules for size in rule.exact}
+    exact = tuple(sorted(size for size in named if all(rule.accepts(size) for rule in rules)))
+    if multiple is None and not exact:
+        listed = "; ".join(dict.fromkeys(str(rule) for rule in rules))
+        raise ConfigError(f"its layers have no block size in common ({listed})")
+    return BlockSizeRule(multiple, exact)
+
+
+def largest_fitting(block_size: int, rule: BlockSizeRule) -> int | None:
+    """``block_size`` if the rule accepts it, else its largest divisor that it does; None without any (R1.45)."""
+    divisors = (size for size in range(block_size, 0, -1) if block_size % size == 0)
+    return next((size for size in divisors if rule.accepts(size)), None)
+
+
+def _table(verdicts: Sequence[Verdict]) -> str:
+    return "\n".join(f"  {line}" for line in _rows([(verdict.name, str(verdict)) for verdict in verdicts]))
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {reason}" for name, reason in rows) or "  no candidates"
-
-
-def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFormatError(f"the model's configuration has {name} = {value!r}; a positive whole number is needed")
-    return value
+    for name, text in rows:
+        yield f"{name:<{width}}  {text}"

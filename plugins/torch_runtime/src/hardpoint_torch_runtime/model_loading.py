@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hardpoint.errors import ConfigError, PluginLoadError, PluginNotFoundError, UnsupportedModelError
-from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
 from hardpoint.interfaces.model import Model, ModelContext, StageRange
@@ -15,23 +15,25 @@ from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
 from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.backend_selection import AttentionChoice
 from hardpoint_torch_runtime.layers import LayerToolkit, LoadingObserver
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
 
-__all__ = ["DTYPES", "LoadedModel", "load_model", "torch_dtype"]
+__all__ = ["DTYPES", "LoadedModel", "create_model", "load_model", "torch_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``toolkit`` knows the attention layers the model created."""
+    """``toolkit`` knows the attention layers the model created, and ``attention`` what they compute with."""
 
     model: Model
     toolkit: LayerToolkit
     report: WeightReport
+    attention: AttentionChoice
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,13 +46,15 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_model(
     plugins: PluginAccess,
     config: WorkerConfig,
-    backend: AttentionBackend,
+    attend: Callable[[LayerToolkit], AttentionChoice],
     device: torch.device,
     kernels: Kernels | None = None,
     communicator: Communicator | None = None,
     state_mode: MambaCacheMode = MambaCacheMode.NONE,
 ) -> LoadedModel:
     """Create the architecture's model, with ``kernels`` at the seams, and fill it with this rank's share.
+
+    ``attend`` binds the layers to an attention backend once all of them are there, before any weight is read.
 
     Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
     fit, ``ConfigError`` for a quantization method that refuses or that the platform does not run.
@@ -60,13 +64,13 @@ def load_model(
         config,
         device=device,
         dtype=torch_dtype(config.dtype),
-        attention_backend=backend,
         quantization=quantization,
         communicator=communicator,
         kernels=kernels,
         state_mode=state_mode,
     )
-    model = _create_model(plugins, config, toolkit)
+    model = create_model(plugins, config, toolkit)
+    attention = attend(toolkit)
     loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))
     report = load_weights(model, loader, config.model, show_progress=config.show_progress, rank=config.parallel.rank)
     observer: object = quantization
@@ -74,10 +78,11 @@ def load_model(
         observer.loading_ended()
     if isinstance(model, torch.nn.Module):
         model.eval().requires_grad_(False)
-    return LoadedModel(model, toolkit, report)
+    return LoadedModel(model, toolkit, report, attention)
 
 
-def _create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:
+def create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:
+    """The architecture's model without weights. Raises as :func:`load_model` does."""
     architecture = config.model.architecture
     num_layers = config.model.config.get("num_hidden_layers")
     stage = StageRange(0, num_layers) if isinstance(num_layers, int) else None

@@ -12,21 +12,19 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.errors import ConfigError
-from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.graph_backend import GraphBackend
 from hardpoint.interfaces.kernel_override import KernelCase, KernelOverride
 from hardpoint.interfaces.kv_cache import KVCacheConfig, LayerSpec, spec_to_wire
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode
 from hardpoint.interfaces.logits_processor import LogitsProcessor
-from hardpoint.interfaces.platform import LogicalDevice, Platform
+from hardpoint.interfaces.platform import DeviceDescription, LogicalDevice, Platform
 from hardpoint.interfaces.plugin import PluginAccess, plugin
 from hardpoint.interfaces.step import Deferred, GrammarMask, NewRow, RunnerOutput, SchedulerOutput
 from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, WorkerContext
-from hardpoint_torch_runtime.backend_selection import attention_need, require_kinds, select_attention_backend
+from hardpoint_torch_runtime.attention_startup import AttentionReport, attention_for_layers, attention_report
 from hardpoint_torch_runtime.batch_invariance import require_batch_invariance
 from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
-from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.model_lowering import ModelLowering, chosen_compiler
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
@@ -122,8 +120,6 @@ class TorchWorker(Worker):
         self._communicator: Communicator | None = None
         self._loaded: LoadedModel | None = None
         self._kernels: KernelTable | None = None
-        self._backend: AttentionBackend | None = None
-        self._need: AttentionNeed | None = None
         self._runner: ModelRunner | None = None
         self.lowering: ModelLowering | None = None
         parallel = self.config.parallel
@@ -176,28 +172,17 @@ class TorchWorker(Worker):
             load_custom_ops(self._plugins, name, config=self.config, device=self.device)
         self._kernels = self._select_kernels()
         self.lowering = self._create_lowering()
-        need = attention_need(self.config, self._platform.describe(self._logical_device))
-        kind = "attention_backend"
-        choice = select_attention_backend(
-            lambda name: create_in_worker(self._plugins, kind, name, self.config, self.device),
-            self._platform.attention_candidates(),
-            need,
-            installed=self._plugins.names(kind),
-            forced=self.config.attention_backend,
-            logger=self._logger,
-        )
-        self._backend, self._need = choice.backend, need
+        described = self._platform.describe(self._logical_device)
+        attend = attention_for_layers(self._plugins, self._platform, self.config, described, self.device, self._logger)
         self._loaded = load_model(
             self._plugins,
             self.config,
-            choice.backend,
+            attend,
             self.device,
             self._kernels.kernels,
             self._communicator,
             MambaCacheMode(self.options.recurrent_states),
         )
-        layers = self._loaded.toolkit.attention_layers.values()
-        require_kinds(choice.backend, need, (one.params.kind for one in layers if isinstance(one, AttentionLayer)))
         OPERATORS.verify()
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
@@ -206,7 +191,7 @@ class TorchWorker(Worker):
             time.perf_counter() - started,
             self._loaded.report.num_tensors,
             self._loaded.report.num_bytes / 1e6,
-            choice.backend.name,
+            self._loaded.attention.name,
             self.config.dtype,
         )
         if self.lowering is not None:
@@ -215,6 +200,10 @@ class TorchWorker(Worker):
         if self.config.batch_invariant:
             ranks, overrides = self.config.parallel.tensor_parallel_size, self.kernels.overrides
             require_batch_invariance(self._loaded.model, ranks, has_linear_kernel="linear" in overrides)
+
+    def explain_attention(self, device: DeviceDescription) -> AttentionReport:
+        """What a start on ``device``, which need not be there, would decide. Works before any other method."""
+        return attention_report(self._plugins, self._platform, self.config, device, self._logger)
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)
@@ -250,14 +239,13 @@ class TorchWorker(Worker):
         """Allocate the planned memory and everything whose size depends on it. Called once."""
         if self._runner is not None:
             raise RuntimeError("the KV cache exists already; its plan is fixed for the worker's lifetime")
-        if self._backend is None or self._need is None:
-            raise RuntimeError("no attention backend is selected; call load_model first")
+        attention = self.loaded.attention
         worker, specs = self.config, config.layer_specs(self.loaded.model.kv_cache_specs())
         groups = AttentionGroups(
             config,
             specs,
-            self._backend,
-            self._backend.block_sizes(self._need),
+            attention.backend,
+            attention.block_sizes,
             max_rows=worker.max_num_seqs,
             max_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
@@ -322,7 +310,6 @@ class TorchWorker(Worker):
             self._runner.forwards.release()
         self._runner = None
         self._loaded = None
-        self._backend = None
         self.lowering = None
         gc.collect()
 

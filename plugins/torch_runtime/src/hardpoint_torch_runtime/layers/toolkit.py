@@ -11,6 +11,7 @@ import torch
 from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, AttentionLayerParams
 from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import (
+    ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -58,7 +59,9 @@ class LayerToolkit:
     config: WorkerConfig
     device: torch.device
     dtype: torch.dtype
-    attention_backend: AttentionBackend
+    attention_backend: AttentionBackend | None
+    """None: layers are bound to one by :meth:`bind_attention`, once all of them are known."""
+
     quantization: QuantizationMethod | None
     parallel: TensorParallel
     kernels: Kernels = field(default_factory=Kernels)
@@ -79,7 +82,7 @@ class LayerToolkit:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        attention_backend: AttentionBackend,
+        attention_backend: AttentionBackend | None = None,
         quantization: QuantizationMethod | None = None,
         communicator: Communicator | None = None,
         kernels: Kernels | None = None,
@@ -202,12 +205,17 @@ class LayerToolkit:
         head_size: int,
         scale: float,
         sliding_window: int | None = None,
+        chunk_size: int | None = None,
+        keeps_prompt: bool = False,
         logits_soft_cap: float | None = None,
         alibi_slopes: Sequence[float] | None = None,
         sinks: torch.Tensor | None = None,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
         kind: AttentionKind = AttentionKind.DECODER,
     ) -> AttentionLayer:
-        """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them).
+        """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them), everything else
+        is as in ``AttentionLayerParams``.
 
         Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing.
         """
@@ -219,9 +227,13 @@ class LayerToolkit:
             scale=scale,
             kind=kind,
             sliding_window=sliding_window,
+            chunk_size=chunk_size,
+            keeps_prompt=keeps_prompt,
             logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         return self._add(AttentionLayer(params, self.attention_backend, self._kv_spec(params)))
 
@@ -269,6 +281,12 @@ class LayerToolkit:
         self.attention_layers[layer.name] = layer
         return layer
 
+    def bind_attention(self, backend: AttentionBackend) -> None:
+        """Let every attention layer created so far compute with ``backend``."""
+        for layer in self.attention_layers.values():
+            if isinstance(layer, AttentionLayer):
+                layer.bind(backend)
+
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """What the layers created so far keep in the KV cache, by layer name in model order."""
         return {name: layer.spec for name, layer in self.attention_layers.items() if layer.spec is not None}
@@ -279,7 +297,9 @@ class LayerToolkit:
         fields = self._stored_fields(params)
         if params.kind is AttentionKind.ENCODER_ONLY:
             return EncoderOnlyAttentionSpec(**fields)
-        if params.sliding_window is None:
+        if params.chunk_size is not None:
+            return ChunkedLocalAttentionSpec(**fields, chunk_size=params.chunk_size)
+        if params.sliding_window is None or params.keeps_prompt:  # which is needed to the end
             return FullAttentionSpec(**fields)
         return SlidingWindowSpec(**fields, sliding_window=params.sliding_window)
 

@@ -1,0 +1,130 @@
+"""Attention backends of one worker: the selection of a start, and the same on a device that need not be there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.errors import HardpointError
+from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
+from hardpoint.interfaces.platform import DeviceDescription, Platform
+from hardpoint.interfaces.plugin import PluginAccess
+from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_torch_runtime.attention_needs import attention_need, bare_need, describe_need, layer_needs
+from hardpoint_torch_runtime.backend_selection import AttentionChoice, AttentionSelector, Needs, Verdict
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
+from hardpoint_torch_runtime.model_loading import create_model, torch_dtype
+from hardpoint_torch_runtime.plugin_access import create_in_worker
+
+__all__ = ["AttentionReport", "LayersReport", "attention_for_layers", "attention_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayersReport:
+    """Layers that ask for the same. ``need`` is for people."""
+
+    layers: tuple[str, ...]
+    need: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """What a start on a device would decide.
+
+    Attributes:
+        device: its name.
+        layers: the distinct needs; of no layers where these are not known.
+        candidates: all of them with their answers, in the order of preference.
+        chosen: the plugin that would compute; None: none accepts, and a start would fail.
+        block_size, kernel_block_size: tokens of a KV cache block, and of those that kernels see of it.
+        notes: what kept the report from saying more.
+    """
+
+    device: str
+    layers: tuple[LayersReport, ...]
+    candidates: tuple[Verdict, ...]
+    chosen: str | None
+    block_size: int
+    kernel_block_size: int | None
+    notes: tuple[str, ...] = ()
+
+
+def attention_for_layers(
+    plugins: PluginAccess,
+    platform: Platform,
+    config: WorkerConfig,
+    described: DeviceDescription,
+    device: torch.device,
+    logger: logging.Logger,
+) -> Callable[[LayerToolkit], AttentionChoice]:
+    """What binds a model's layers to a backend, once they exist.
+
+    Raises as :meth:`AttentionSelector.choose` does, before the model takes memory, when no backend will do whatever the
+    layers turn out to be.
+    """
+    selector = _selector(plugins, platform, config, device, logger)
+    base = attention_need(config, described)
+    selector.choose({bare_need(base): ()})
+    return lambda toolkit: selector.serve(toolkit, base)
+
+
+def attention_report(
+    plugins: PluginAccess,
+    platform: Platform,
+    config: WorkerConfig,
+    described: DeviceDescription,
+    logger: logging.Logger,
+) -> AttentionReport:
+    """The decision for ``described`` without binding a device, allocating a model or reading a weight.
+
+    Raises ``ModelFormatError`` for a configuration without head counts.
+    """
+    selector = _selector(plugins, platform, config, None, logger)
+    base = attention_need(config, described)
+    # Backends may bring KV cache dtypes along, which layers look up when they are created.
+    selector.examine({bare_need(base): ()})
+    notes = []
+    needs: Needs = {base: ()}
+    try:
+        needs = _needs_of_model(plugins, config, base)
+    except HardpointError as error:
+        notes.append(f"layers could not be created, so this goes by the model's configuration alone: {error}")
+    verdicts = selector.examine(needs)
+    choice = selector.choose(needs) if any(verdict.is_chosen for verdict in verdicts) else None
+    return AttentionReport(
+        described.name,
+        tuple(LayersReport(tuple(names), describe_need(need)) for need, names in needs.items()),
+        verdicts,
+        None if choice is None else choice.name,
+        config.block_size,
+        None if choice is None else choice.kernel_block_size(config.block_size),
+        tuple(notes),
+    )
+
+
+def _needs_of_model(plugins: PluginAccess, config: WorkerConfig, base: AttentionNeed) -> Needs:
+    """Of layers on torch's device without memory. Ranks are not there, and no layer computes."""
+    parallel = TensorParallel(0, config.parallel.tensor_parallel_size)
+    toolkit = LayerToolkit(config, torch.device("meta"), torch_dtype(config.dtype), None, None, parallel)
+    create_model(plugins, config, toolkit)
+    return layer_needs(base, toolkit.attention_layers.values()) or {bare_need(base): ()}
+
+
+def _selector(
+    plugins: PluginAccess, platform: Platform, config: WorkerConfig, device: torch.device | None, logger: logging.Logger
+) -> AttentionSelector:
+    def create(name: str) -> AttentionBackend:
+        backend: AttentionBackend = create_in_worker(plugins, "attention_backend", name, config, device)
+        return backend
+
+    return AttentionSelector(
+        create,
+        platform.attention_candidates(),
+        installed=plugins.names("attention_backend"),
+        forced=config.attention_backend,
+        logger=logger,
+    )
