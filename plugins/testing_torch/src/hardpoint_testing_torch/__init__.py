@@ -1,12 +1,9 @@
 """Torch part of the Hardpoint conformance kit."""
 
-from hardpoint_testing_torch.attention_problems import (
-    AttentionProblem,
-    AttentionShape,
-    dense_attention,
-    make_problem,
-    run_backend,
-)
+from hardpoint_testing_torch.attention_oracle import dense_attention, visible_keys
+from hardpoint_testing_torch.attention_problems import AttentionProblem, make_problem, run_backend
+from hardpoint_testing_torch.attention_shape import AttentionShape
+from hardpoint_testing_torch.attention_storage import StoredStates
 from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.engine_parity import run_parity
@@ -57,6 +54,7 @@ __all__ = [
     "PromisingExecutor",
     "QuantizationSuite",
     "StateDictLoader",
+    "StoredStates",
     "TensorLoader",
     "TinyModel",
     "Verdict",
@@ -76,6 +74,7 @@ __all__ = [
     "relative_norm",
     "run_backend",
     "run_parity",
+    "visible_keys",
     "weight_tensor",
     "worker_config",
     "write_tiny_tokenizer",

@@ -18,14 +18,9 @@ from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.testing.plugin_suite import PluginSuite
-from hardpoint_testing_torch.attention_problems import (
-    LAYER,
-    AttentionProblem,
-    AttentionShape,
-    dense_attention,
-    make_problem,
-    run_backend,
-)
+from hardpoint_testing_torch.attention_oracle import dense_attention
+from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, make_problem, run_backend
+from hardpoint_testing_torch.attention_shape import AttentionShape
 
 __all__ = ["AttentionBackendSuite"]
 
@@ -94,7 +89,7 @@ class AttentionBackendSuite(PluginSuite):
         return AttentionShape()
 
     def _accepted(self, backend: AttentionBackend, shape: AttentionShape) -> None:
-        reason = backend.refuse(shape.need())
+        reason = backend.objection(shape.need())
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
 
@@ -159,9 +154,9 @@ class AttentionBackendSuite(PluginSuite):
     def latents(self, backend: AttentionBackend, base: AttentionShape) -> list[AttentionShape]:
         """The shapes of ``latent_sizes`` that the backend accepts; skips the test where there is none."""
         shapes = [_with(base, num_kv_heads=1, head_size=size, latent_values=part) for size, part in self.latent_sizes]
-        accepted = [shape for shape in shapes if backend.refuse(shape.need()) is None]
+        accepted = [shape for shape in shapes if backend.objection(shape.need()) is None]
         if not accepted:
-            pytest.skip(f"{backend.name}: {backend.refuse(shapes[0].need()) if shapes else 'no latent_sizes given'}")
+            pytest.skip(f"{backend.name}: {backend.objection(shapes[0].need()) if shapes else 'no latent_sizes given'}")
         return accepted
 
     def test_block_ids_do_not_matter(self, backend: AttentionBackend, base: AttentionShape) -> None:
@@ -209,7 +204,8 @@ class AttentionBackendSuite(PluginSuite):
         written = torch.zeros(cache.shape[0] * cache.shape[2], dtype=torch.bool)
         written[real] = True
         by_slot = cache.transpose(1, 2).flatten(0, 1)
-        torch.testing.assert_close(by_slot[real], problem.cached(problem.key, problem.value)[: len(real)])
+        expected = problem.stored.encode(problem.key, problem.value)[: len(real)]
+        torch.testing.assert_close(by_slot[real], expected)
         assert torch.equal(by_slot[~written], before.transpose(1, 2).flatten(0, 1)[~written])
 
     def test_a_small_build_after_a_large_one_is_as_if_alone(
@@ -272,7 +268,7 @@ class AttentionBackendSuite(PluginSuite):
         cache = problem.kv_cache()
         run_backend(backend, problem, cache)
         by_slot = cache.transpose(1, 2).flatten(0, 1)
-        torch.testing.assert_close(by_slot[problem.slot_mapping()], problem.cached(problem.key, problem.value))
+        torch.testing.assert_close(by_slot[problem.slot_mapping()], problem.stored.encode(problem.key, problem.value))
 
     def test_every_block_size_it_takes_is_computed(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.15: all exact sizes of its rule, and the first multiples."""
@@ -327,7 +323,7 @@ class AttentionBackendSuite(PluginSuite):
 
     def reason(self, backend: AttentionBackend, need: AttentionNeed) -> str | None:
         """The backend's answer, which must be None or words for people."""
-        answer = backend.refuse(need)
+        answer = backend.objection(need)
         assert answer is None or (isinstance(answer, str) and answer.strip()), f"refuse() answers {answer!r}"
         return answer
 
@@ -355,7 +351,7 @@ class AttentionBackendSuite(PluginSuite):
 
     def test_impossible_head_counts_are_refused(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.12: a reason for people, not an exception."""
-        reason = backend.refuse(_with(base, num_heads=5, num_kv_heads=2).need())
+        reason = backend.objection(_with(base, num_heads=5, num_kv_heads=2).need())
         assert reason is not None
         assert "5" in reason
 
