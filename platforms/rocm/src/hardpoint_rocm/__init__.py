@@ -1,0 +1,1 @@
+"""ROCm platform for Hardpoint."""
