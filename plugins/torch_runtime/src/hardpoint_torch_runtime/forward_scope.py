@@ -89,7 +89,12 @@ class ForwardScopes:
             context.moe_turns.check_complete()
 
     def complete(self, facts: ForwardContext, *, num_padded: int | None = None) -> ForwardContext:
-        """``facts`` with layers, turns, descriptor, ranks and the platform's entries. Turns start anew."""
+        """``facts`` with layers, turns, descriptor, ranks and the platform's entries. Turns start anew.
+
+        ``facts`` themselves where they have the layers already and there is nothing else: that is most steps.
+        """
+        if facts.uncompiled_layers is self.static.layers and self.adds_nothing and facts.graph_mode is GraphMode.NONE:
+            return facts
         num_tokens = facts.num_tokens if num_padded is None else num_padded
         descriptor = facts.batch_descriptor
         if descriptor is None and facts.graph_mode is not GraphMode.NONE:
@@ -103,6 +108,16 @@ class ForwardScopes:
             data_parallel=self._ranks(num_tokens),
         )
         return context if self.extras is None else replace(context, extras=self._merged(context))
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether no forward has turns, ranks or entries of a platform."""
+        return (
+            not self.static.moe_layers
+            and self.extras is None
+            and self.rank_tokens is None
+            and self.sequence_parallel_size == 1
+        )
 
     def _ranks(self, num_tokens: int) -> DataParallelMetadata | None:
         if self.rank_tokens is None and self.sequence_parallel_size == 1:

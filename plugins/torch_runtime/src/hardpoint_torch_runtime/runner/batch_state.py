@@ -188,8 +188,12 @@ class BatchState:
             self.refused[row.slot] = reason
 
     def _with_own_knowledge(self, step: SchedulerOutput) -> AppliedStep:
-        guessed = 0 if step.drafts is None else step.drafts.counts
-        ends = step.num_computed_tokens + step.num_scheduled_tokens - guessed
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        if step.drafts is None and self.backlog is None and not bool((ends > self.slots.num_tokens[step.slots]).any()):
+            self._check_blocks(step, ends)
+            return AppliedStep(step.num_computed_tokens)
+        if step.drafts is not None:
+            ends = ends - step.drafts.counts
         if self.backlog is not None and self._lacks_tokens(step, ends):
             self.settle()
         surplus = ends - self.slots.num_tokens[step.slots]

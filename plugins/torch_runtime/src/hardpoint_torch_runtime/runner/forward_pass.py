@@ -83,6 +83,7 @@ class ForwardPass:
             num_tokens=batch.num_tokens,
             batch_descriptor=shape.descriptor,
             padding_mask=self._padding_mask(batch, shape.graph_mode),
+            uncompiled_layers=self._scopes.static.layers,
             graph_mode=shape.graph_mode,
             skips_compiled=ENCODER_INPUTS in step.extensions,
         )

@@ -98,7 +98,9 @@ class InputBuilder:
             staged(torch.int32, rows, table.max_blocks * ratio)
             for table, ratio in zip(state.tables, self._kernel_blocks, strict=True)
         ]
-        self._arange = np.arange(max_tokens, dtype=np.int64)
+        self._arange = np.arange(max_tokens + 1, dtype=np.int64)
+        # So many rows of one token each are what the first entries of query_start_loc describe.
+        self._num_singles = 0
 
     def build(
         self,
@@ -127,7 +129,7 @@ class InputBuilder:
         num_rows, num_tokens = len(order), step.num_tokens
         padded_tokens, padded_rows = pad_tokens or num_tokens, pad_rows or num_rows
         starts, seq_lens = self._fill_lengths(computed, scheduled, num_tokens, padded_rows)
-        longest = int(seq_lens[:num_rows].max())
+        longest = int(seq_lens[0]) if num_rows == 1 else int(seq_lens[:num_rows].max())
         token_slots, positions = self._tokens(slots, computed, scheduled, num_tokens, padded_tokens)
         for group, table in enumerate(self._state.tables):
             self._map_slots(group, table, token_slots, positions, padded_tokens)
@@ -135,7 +137,7 @@ class InputBuilder:
         sample_rows = samples.nonzero()[0]
         row_drafts = _in_order(step.drafts if drafts is None else drafts, order)
         num_drafts = None if row_drafts is None else row_drafts.counts[sample_rows]
-        num_logits = self._index_logits(starts[1:][sample_rows], num_drafts)
+        num_logits = self._index_logits(starts[1:], sample_rows, num_tokens, num_drafts)
         token_ids, draft_ids = self._upload_ids(slots, samples, num_tokens, padded_tokens, row_drafts)
         return InputBatch(
             num_rows=num_rows,
@@ -165,19 +167,27 @@ class InputBuilder:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Where rows start among the tokens, int32 [R + 1], and how long their sequences are, int32 [R]."""
         starts, seq_lens, num_rows = self._query_start_loc.host, self._seq_lens.host, len(scheduled)
-        starts[0] = 0
-        np.cumsum(scheduled, out=starts[1 : num_rows + 1])
+        if num_tokens > num_rows or num_rows > self._num_singles:
+            starts[0] = 0
+            np.cumsum(scheduled, out=starts[1 : num_rows + 1])
+            self._num_singles = num_rows if num_tokens == num_rows else 0
         np.add(computed, scheduled, out=seq_lens[:num_rows])
         if padded_rows > num_rows:
             starts[num_rows + 1 : padded_rows + 1] = num_tokens
+            self._num_singles = min(self._num_singles, num_rows)
             seq_lens[num_rows:padded_rows] = 0
         return starts, seq_lens
 
-    def _index_logits(self, ends: np.ndarray, num_drafts: Int32Array | None) -> int:
-        """The places whose logits are wanted, by the ``ends`` of the rows that sample; returns how many."""
+    def _index_logits(
+        self, ends: np.ndarray, sample_rows: np.ndarray, num_tokens: int, num_drafts: Int32Array | None
+    ) -> int:
+        """The places whose logits are wanted, by the ``ends`` of all rows; returns how many."""
         if num_drafts is None:
-            self._logits_indices.host[: len(ends)] = ends - 1
-            return len(ends)
+            count = len(sample_rows)
+            # As many as there are tokens are all of them.
+            self._logits_indices.host[:count] = self._arange[:count] if count == num_tokens else ends[sample_rows] - 1
+            return count
+        ends = ends[sample_rows]
         widths = num_drafts + 1
         total = int(widths.sum())
         self._logits_indices.host[:total] = np.repeat(ends - np.cumsum(widths), widths) + self._arange[:total]

@@ -27,33 +27,42 @@ def assemble_output(
 
     A failed row yields no token. Rows that do not sample come back empty (R4.73).
     """
-    num_sampled = np.zeros(step.num_rows, dtype=np.int32)
-    num_sampled[sampled_rows] = samples.counts
-    if failures:
-        num_sampled[list(failures)] = 0
+    is_ascending = len(sampled_rows) < 2 or bool((sampled_rows[1:] > sampled_rows[:-1]).all())
+    if is_ascending and not failures and len(sampled_rows) == step.num_rows:
+        num_sampled = samples.counts
+    else:
+        num_sampled = np.zeros(step.num_rows, dtype=np.int32)
+        num_sampled[sampled_rows] = samples.counts
+        if failures:
+            num_sampled[list(failures)] = 0
     return RunnerOutput(
         step_id=step.step_id,
         slots=step.slots,
         generations=step.generations,
         num_sampled=num_sampled,
-        token_ids=_in_order(samples, sampled_rows, num_sampled if failures else None),
+        token_ids=(
+            samples.token_ids
+            if is_ascending and not failures
+            else _in_order(samples, sampled_rows, num_sampled if failures else None)
+        ),
         logprobs=_logprobs(samples.logprobs, sampled_rows, num_sampled),
         prompt_logprobs=prompt_logprobs,
-        failures=tuple(
-            RowFailure(int(step.slots[row]), int(step.generations[row]), reason)
-            for row, reason in sorted(failures.items())
-        ),
+        failures=_failures(step, failures) if failures else (),
         pooled=dict(pooled or {}),
         drafts=_drafts(samples.drafts, sampled_rows, num_sampled),
         extensions=dict(extensions or {}),
     )
 
 
+def _failures(step: SchedulerOutput, failures: Mapping[int, str]) -> tuple[RowFailure, ...]:
+    return tuple(
+        RowFailure(int(step.slots[row]), int(step.generations[row]), reason) for row, reason in sorted(failures.items())
+    )
+
+
 def _in_order(samples: StepSamples, sampled_rows: np.ndarray, num_sampled: np.ndarray | None) -> np.ndarray:
     """int32, tokens in the order of the step's rows; without those whose ``num_sampled`` is 0, if that is given."""
     is_plain = len(samples.token_ids) == len(samples.counts)
-    if num_sampled is None and is_plain and bool((sampled_rows[1:] > sampled_rows[:-1]).all()):
-        return samples.token_ids
     order = np.argsort(sampled_rows, kind="stable")
     if num_sampled is not None:
         order = order[num_sampled[sampled_rows[order]] > 0]

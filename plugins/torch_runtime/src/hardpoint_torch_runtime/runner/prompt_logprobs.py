@@ -22,6 +22,8 @@ def prompt_logprobs(model: Model, hidden: torch.Tensor, batch: InputBatch, state
 
     The last prompt position is left out: what follows it is sampled.
     """
+    if not state.sampling.owes_prompt_logprobs:
+        return None
     asking, counts = state.sampling.prompt_logprob_counts(batch.slots)
     parts: list[LogprobArrays] = []
     for row, count in zip(asking.tolist(), counts.tolist(), strict=True):

@@ -29,7 +29,7 @@ from hardpoint_torch_runtime.runner.samples import StepSamples
 from hardpoint_torch_runtime.runner.streams import CopyStream, DeviceStreams
 from hardpoint_torch_runtime.sampling.logprobs import join_logprobs
 from hardpoint_torch_runtime.sampling.metadata import SamplingMetadata
-from hardpoint_torch_runtime.sampling.sampler import LaunchedSample, Sampler
+from hardpoint_torch_runtime.sampling.sampler import LaunchedSample, Sampler, SamplerOutput
 
 __all__ = ["DeviceResidence", "SamplingStage"]
 
@@ -109,7 +109,7 @@ class SamplingStage:
         refused = self._refused(products)
         layout, drafts = rows.layout, None if products.batch is None else products.batch.drafts
         if layout is None or drafts is None:
-            samples = StepSamples.of(self._sampler(logits, self._metadata(rows, logits.shape[-1])))
+            samples = StepSamples.of(self._draw(rows, logits))
             if self._proposer is not None:
                 tokens = torch.from_numpy(samples.token_ids.astype(np.int64))
                 samples = self._guess(rows, samples, tokens.unsqueeze(1), torch.ones_like(tokens))
@@ -130,6 +130,11 @@ class SamplingStage:
             samples = self._guess(rows, samples, torch.from_numpy(runs), counts)
             self._state.keep_drafts(rows.slots, samples)
         return self._assemble(products, rows.step_rows, samples, refused)
+
+    def _draw(self, rows: _Rows, logits: torch.Tensor) -> SamplerOutput:
+        if rows.mask is None and self._state.sampling.is_plain and not self._sampler.changes_argmax:
+            return self._sampler.most_probable(logits)
+        return self._sampler(logits, self._metadata(rows, logits.shape[-1]))
 
     def _sample_in_turn(
         self, rows: _Rows, layout: DraftLayout, logits: torch.Tensor, drafts: np.ndarray

@@ -14,7 +14,10 @@ from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import BoolArray, Int32Array
 from hardpoint.interfaces.step import BlockUpdate, NewRow, TokenUpdate
 
-__all__ = ["BlockTable", "SlotState"]
+__all__ = ["NOBODY", "BlockTable", "SlotState"]
+
+NOBODY = -1
+"""Generation of an empty slot; no step names it."""
 
 
 class BlockTable:
@@ -70,7 +73,8 @@ class SlotState:
 
     Attributes:
         token_ids: int32 [N, L]; valid up to ``num_tokens`` of the slot.
-        num_tokens, num_prompt_tokens, generations: int32 [N].
+        num_tokens, num_prompt_tokens: int32 [N].
+        generations: int32 [N], ``NOBODY`` for an empty slot.
         num_pending: int32 [N], of ``num_tokens`` the last, sampled by steps whose results are not on the host: their
             ids are still to be filled in, and drafts among them count as if they were right.
         num_refused: int32 [N], drafts that turned out wrong so far.
@@ -95,7 +99,7 @@ class SlotState:
         self.num_prompt_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_pending: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_refused: Int32Array = np.zeros(num_slots, dtype=np.int32)
-        self.generations: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.generations: Int32Array = np.full(num_slots, NOBODY, dtype=np.int32)
         self.occupied: BoolArray = np.zeros(num_slots, dtype=np.bool_)
         self.tables = tuple(
             BlockTable(num_slots, width_in_blocks, size, keeps_kv=keeps)
@@ -111,6 +115,7 @@ class SlotState:
         if len(slots) == 0:
             return
         self.occupied[slots] = False
+        self.generations[slots] = NOBODY
         self.num_tokens[slots] = 0
         self.num_prompt_tokens[slots] = 0
         self.num_pending[slots] = 0
@@ -147,8 +152,9 @@ class SlotState:
 
     def append_tokens(self, slots: Int32Array, token_ids: Int32Array) -> None:
         """One sampled token per slot of ``slots`` (each slot at most once)."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+        lengths = self.num_tokens[slots]
+        self.token_ids[slots, lengths] = token_ids
+        self.num_tokens[slots] = lengths + 1
 
     def append_runs(self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
         """``counts[i]`` of the ``token_ids`` join ``slots[i]`` (each slot at most once)."""
@@ -202,7 +208,7 @@ class SlotState:
 
     def check_rows(self, slots: Int32Array, generations: Int32Array) -> None:
         """Raise ``RuntimeError`` when a scheduled row is unknown here or belongs to an earlier owner of its slot."""
-        known = self.occupied[slots] & (self.generations[slots] == generations)
+        known = self.generations[slots] == generations
         if not known.all():
             row = int(np.argmin(known))
             slot = int(slots[row])

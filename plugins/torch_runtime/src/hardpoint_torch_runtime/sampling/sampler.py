@@ -98,10 +98,10 @@ class Sampler:
         """Draw one token per row of ``logits`` [S, V]; may overwrite them."""
         if metadata.num_rows == 0:
             return SamplerOutput(np.zeros(0, dtype=np.int32), {}, None)
-        greedy, peaks = _best_on_host(logits)
-        failures = dict.fromkeys(_not_finite(peaks), _BROKEN_LOGITS)
+        greedy = self.most_probable(logits)
         if _is_plain(metadata) and not self._changing:
-            return SamplerOutput(greedy, failures, None)
+            return greedy
+        failures = greedy.failures
         snapshot = self._snapshot(logits, metadata)
         logits = self._constrain(logits.to(torch.float32), metadata)
         best = logits.max(dim=-1)
@@ -114,6 +114,16 @@ class Sampler:
             _refuse_undrawn(tokens, logits.shape[-1], failures)
         logprobs = self._logprobs(snapshot, tokens, metadata, failures)
         return SamplerOutput(tokens.cpu().numpy().astype(np.int32), failures, logprobs)
+
+    def most_probable(self, logits: torch.Tensor) -> SamplerOutput:
+        """The first of the largest tokens of every row of ``logits`` [S, V], whatever processors there are."""
+        tokens, peaks = _best_on_host(logits)
+        return SamplerOutput(tokens, dict.fromkeys(_not_finite(peaks), _BROKEN_LOGITS), None)
+
+    @property
+    def changes_argmax(self) -> bool:
+        """Whether processors may make another token the most probable one."""
+        return bool(self._changing)
 
     @property
     def has_processors(self) -> bool:
@@ -233,6 +243,8 @@ def _best_on_host(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return best.indices.cpu().numpy().astype(np.int32), best.values.to(torch.float32).cpu().numpy()
     rows = logits.numpy()
     tokens = rows.argmax(axis=1)
+    if len(tokens) == 1:
+        return tokens.astype(np.int32), rows[0, tokens]
     return tokens.astype(np.int32), rows[np.arange(len(tokens)), tokens]
 
 

@@ -138,6 +138,16 @@ class SlotSampling:
         """Whether parameters of any of these slots look at the generated tokens themselves, not just their number."""
         return bool(self.features(slots) & (Feature.PENALTIES | Feature.BAD_WORDS))
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether any request waits for log-probabilities of its prompt."""
+        return bool(self._explaining)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every request wants nothing but the most probable token."""
+        return not self._special
+
     def prompt_logprob_counts(self, slots: Int32Array) -> tuple[np.ndarray, np.ndarray]:
         """Positions in ``slots`` that asked for prompt log-probabilities, and how many alternatives each wants."""
         if not self._explaining:
