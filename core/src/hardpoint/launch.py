@@ -128,14 +128,15 @@ def prepare(
     roles: frozenset[ProcessRole],
     runtime_dir: str = "",
     show_progress: bool = True,
+    runtime: PluginRuntime | None = None,
 ) -> Launch:
-    """Resolve engine ``name`` of ``config``.
+    """Resolve engine ``name`` of ``config``; in ``runtime``, which has its platform, or in one started for it.
 
     Raises ``ConfigError``, ``ModelNotFoundError``, ``ModelFormatError``, ``UnsupportedModelError`` and the plugin
     errors, each with what to change.
     """
     engine = config.engines[name]
-    runtime = start_runtime(config, engine, environ, roles)
+    runtime = runtime or start_runtime(config, engine, environ, roles)
     artifact = _resolve_model(runtime, engine)
     loader, info = _describe_model(runtime, engine, artifact)
     tokenizer = _find_tokenizer(runtime, artifact)
@@ -144,9 +145,8 @@ def prepare(
     io_processor = str(engine.model.io_processor or info.config.get("io_processor_plugin") or "")
     plan = _final_plan(runtime.plan, settings, loader, tokenizer, io_processor)
     runtime.plan = plan = msgspec.structs.replace(plan, tasks=info.tasks)
-    for planned in plan.plugins:
-        if planned.active:
-            _logger.debug("plugin %s: %s", planned.label, planned.reason)
+    for planned in (planned for planned in plan.plugins if planned.active):
+        _logger.debug("plugin %s: %s", planned.label, planned.reason)
     limits = _limits(engine, settings, info)
     require_capabilities(plan, limits)
     threads = runtime.platform.thread_plan(settings.world_size, environ)  # type: ignore[union-attr]

@@ -115,7 +115,7 @@ def test_each_plugin_is_answered_for_whatever_its_neighbors_do(folder: Path) -> 
 
 
 def test_nothing_to_ask_starts_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hardpoint.testing.probing.spawn", None)
+    monkeypatch.setattr("hardpoint.testing.probing.ask_child", None)
     assert probe_in_child(install(folder, tokenizer=("good",))) == {}
     assert "platform" not in PROBED_KINDS, "platforms answer in the launcher, without a framework"
 

@@ -5,10 +5,7 @@ The launcher stays free of frameworks that way, and a plugin that crashes takes 
 
 from __future__ import annotations
 
-import os
-import selectors
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +18,8 @@ from hardpoint.plugins.manifest import Manifest, load_manifest
 from hardpoint.plugins.plan import PlannedPlugin, PluginPlan
 from hardpoint.plugins.platform_selection import checked
 from hardpoint.plugins.runtime import PluginRuntime
-from hardpoint.process import describe_exit, spawn
 from hardpoint.roles import ProcessRole
+from hardpoint.testing.child_answers import answer_on, ask_child
 from hardpoint.testing.doctor import ProbeReport
 from hardpoint.testing.manifest_writer import manifest_text
 
@@ -65,54 +62,26 @@ def probe_in_child(plan: PluginPlan, *, timeout_s: float = 120.0) -> dict[Key, P
 
 def _ask(plan: PluginPlan, targets: tuple[Key, ...], timeout_s: float) -> tuple[dict[Key, ProbeReport], str]:
     """What one child answered, and how it ended."""
-    reading, writing = os.pipe()
-    try:
-        job = _Job(plan.to_bytes(), targets, writing)
-        child = spawn(_ENTRY, msgspec.msgpack.encode(job), name="plugin-probe", pass_fds=(writing,))
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    try:
-        data, is_late = _read_all(reading, timeout_s)
-        code = None if is_late else child.wait(timeout_s)
-    finally:
-        os.close(reading)
-        child.close()
+    plain = plan.to_bytes()
+    data, end = ask_child(
+        _ENTRY,
+        lambda descriptor: msgspec.msgpack.encode(_Job(plain, targets, descriptor)),
+        name="plugin-probe",
+        timeout_s=timeout_s,
+    )
     # The last line is cut short where the child ended while it wrote.
     rows = [msgspec.json.decode(line, type=_Answer) for line in data.split(b"\n")[:-1]]
-    crash = f"the process that asked it ended with {describe_exit(code or 0)}"
-    end = f"it gave no answer for {timeout_s:g} s" if code is None else crash
     return {(row.kind, row.name): row.report for row in rows}, end
-
-
-def _read_all(descriptor: int, timeout_s: float) -> tuple[bytes, bool]:
-    """Everything until the other end closes, and whether nothing came for ``timeout_s`` seconds before that."""
-    data = b""
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return data, True
-            part = os.read(descriptor, 1 << 16)
-            if not part:
-                return data, False
-            data += part
-            deadline = time.monotonic() + timeout_s
 
 
 def main(payload: bytes) -> int:
     """Entry of the child: one line per target as soon as it is known."""
     job = msgspec.msgpack.decode(payload, type=_Job)
-    os.set_inheritable(job.answers_fd, False)
-    # Whatever plugins print must not stand in the doctor's own output.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    write = answer_on(job.answers_fd)
     runtime = PluginRuntime(PluginPlan.from_bytes(job.plan), {ProcessRole.WORKER})
     for kind, name in job.targets:
         answer = _Answer(kind, name, _examine(runtime, kind, name))
-        os.write(job.answers_fd, msgspec.json.encode(answer) + b"\n")
+        write(msgspec.json.encode(answer) + b"\n")
     return 0
 
 

@@ -38,7 +38,18 @@ _ADVICE: Mapping[int | str, str] = {
     404: "it has no admin routes; start it with --endpoints openai,ops,admin and an --admin-key-file",
     "host_refused": "it does not serve under this name; use its own address, or set server.allowed_hosts",
 }
-_SELECTION_FLAGS = ("probe", "config", "plugins", "endpoints", "pin", "use", "strict_plugins")
+_SELECTION_FLAGS = (
+    "probe",
+    "model",
+    "device",
+    "setting",
+    "config",
+    "plugins",
+    "endpoints",
+    "pin",
+    "use",
+    "strict_plugins",
+)
 _QUIET = (PluginState.DISCOVERED, PluginState.ALLOWED)
 
 
