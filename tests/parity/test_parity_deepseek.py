@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint_testing_torch import (
     check_parity,
+    installed_backend,
     installed_factory,
     installed_loader,
     make_tiny_model,
@@ -51,9 +51,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    created: AttentionBackend = installed_factory("attention_backend", "torch_reference")(context, NoOptions())
-    return created
+    return installed_backend("torch_reference")
 
 
 def with_a_layer_more(folder: Path) -> TinyModel:

@@ -12,11 +12,11 @@ import torch
 from gguf_experts import FAMILIES, Family, write_experts
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint_testing_torch import (
     ParityHarness,
     TinyModel,
     check_parity,
+    installed_backend,
     installed_factory,
     installed_loader,
     make_tiny_model,
@@ -25,9 +25,7 @@ from hardpoint_testing_torch import (
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    created: AttentionBackend = installed_factory("attention_backend", "torch_reference")(context, NoOptions())
-    return created
+    return installed_backend("torch_reference")
 
 
 def tiny_model(family: Family, folder: Path) -> TinyModel:

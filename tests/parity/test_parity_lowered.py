@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint_cpu.compiler import NativeCompiler
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.kernels import KernelProvider
@@ -20,6 +18,7 @@ from hardpoint_testing_torch import (
     ParityCase,
     TinyModel,
     build_model,
+    installed_backend,
     installed_factory,
     installed_loader,
     make_tiny_model,
@@ -46,8 +45,7 @@ def kernels() -> KernelProvider:
 
 
 def build(tiny: TinyModel) -> tuple[Any, LocalDriver]:
-    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    backend: AttentionBackend = installed_factory("attention_backend", "torch_reference")(context, NoOptions())
+    backend = installed_backend("torch_reference")
     factory, loader = installed_factory("model", tiny.info.architecture), installed_loader("safetensors")
     model, toolkit = build_model(factory, loader, worker_config(tiny.info), backend)
     return model, LocalDriver(model, toolkit)

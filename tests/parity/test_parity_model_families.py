@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.model_source import ModelArtifact
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint_testing_torch import (
     LocalDriver,
     build_model,
     check_parity,
+    installed_backend,
     installed_factory,
     installed_loader,
     make_tiny_model,
@@ -27,9 +27,7 @@ from hardpoint_testing_torch import (
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    created: AttentionBackend = installed_factory("attention_backend", "torch_reference")(context, NoOptions())
-    return created
+    return installed_backend("torch_reference")
 
 
 @pytest.mark.parametrize(

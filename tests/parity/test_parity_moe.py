@@ -12,9 +12,14 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
-from hardpoint_testing_torch import check_parity, installed_factory, installed_loader, make_tiny_model
+from hardpoint_testing_torch import (
+    check_parity,
+    installed_backend,
+    installed_factory,
+    installed_loader,
+    make_tiny_model,
+)
 from hardpoint_torch_runtime.layers import (
     LinearFactory,
     MixtureOfExperts,
@@ -40,9 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    created: AttentionBackend = installed_factory("attention_backend", "torch_reference")(context, NoOptions())
-    return created
+    return installed_backend("torch_reference")
 
 
 @pytest.mark.slow

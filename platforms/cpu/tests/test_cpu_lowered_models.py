@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hardpoint.interfaces.compiler import LoweredRange
-from hardpoint.interfaces.plugin import NoOptions, PluginContext
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
 from hardpoint_cpu.attention_backend import CpuPagedBackend
 from hardpoint_cpu.compiler import NativeCompiler
@@ -24,6 +23,7 @@ from hardpoint_testing_torch import (
     LocalDriver,
     TinyModel,
     build_model,
+    installed_backend,
     installed_factory,
     installed_loader,
     make_tiny_model,
@@ -93,12 +93,7 @@ def build(kernels: KernelProvider, tmp_path: Path) -> Callable[..., Built]:
 
     def call(architecture: str, backend: str = "cpu_paged", **fields: Any) -> Built:
         tiny = made.setdefault(architecture, make_tiny_model(architecture, tmp_path, **fields))
-        context = PluginContext(name=backend, api_version=1, roles=frozenset())
-        chosen = (
-            CpuPagedBackend(kernels)
-            if backend == "cpu_paged"
-            else installed_factory("attention_backend", backend)(context, NoOptions())
-        )
+        chosen = CpuPagedBackend(kernels) if backend == "cpu_paged" else installed_backend(backend)
         config = worker_config(tiny.info)
         factory, loader = installed_factory("model", architecture), installed_loader("safetensors")
         model, toolkit = build_model(factory, loader, config, chosen)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionKind, AttentionNeed, GraphSupport, KVWriteMode
 from hardpoint.interfaces.kv_cache import FullAttentionSpec
 from hardpoint.interfaces.platform import DeviceDescription
-from hardpoint.interfaces.plugin import NoOptions, PluginContext, ProbeStatus, declaration_of
-from hardpoint_attention.reference import ReferenceBackend, create
+from hardpoint.interfaces.plugin import PluginContext, ProbeStatus, declaration_of
+from hardpoint_attention.reference import ReferenceBackend, ReferenceOptions, create
 
 CPU = DeviceDescription(device_type="cpu", name="cpu")
 CUDA = DeviceDescription(device_type="cuda", name="gpu", capability=(9, 0))
@@ -39,26 +40,46 @@ FEATURES: list[dict[str, Any]] = [
     {"uses_sinks": True},
     {"uses_alibi": True},
     {"uses_mla": True, "num_kv_heads": 1},
+    {"chunk_size": 64},
+    {"sliding_window": 7, "keeps_prompt": True},
+    {"uses_mm_prefix": True},
+    {"uses_row_causality": True},
+    {"per_head_scales": True, "needs_lse": True},
+    {"dcp_size": 4},
+    {"kind": AttentionKind.ENCODER_DECODER},
+    {"kind": AttentionKind.ENCODER},
 ]
+STORED = ("auto", "float32", "bfloat16", "fp8", "float8_e5m2", "int8_per_token_head")
 ACCEPTED = [
     {"dtype": dtype, "kv_cache_dtype": stored, "head_size": head_size, "device": device, **feature}
     for dtype, stored, head_size, device, feature in itertools.product(
-        ("float32", "bfloat16", "float16"), ("auto", "float32", "bfloat16"), (8, 80, 256), (CPU, CUDA), FEATURES
+        ("float32", "bfloat16", "float16"),
+        ("auto", "float32", "bfloat16", "fp8", "float8_e5m2", "int8_per_token_head"),
+        (8, 256),
+        (CPU, CUDA),
+        FEATURES,
     )
 ]
 
 
-@pytest.mark.parametrize("changes", ACCEPTED, ids=lambda changes: "-".join(map(str, changes.values()))[:70])
-def test_accepted(changes: dict[str, Any]) -> None:
-    assert ReferenceBackend().refuse(need(**changes)) is None
+def test_accepted() -> None:
+    """R5.12, R5.16: every combination of these."""
+    refused = [(changes, reason) for changes in ACCEPTED if (reason := ReferenceBackend().objection(need(**changes)))]
+    assert not refused
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"dtype": "float64"}, "dtype float64"),
-        ({"kv_cache_dtype": "float8_e4m3fn"}, "KV cache dtype float8_e4m3fn"),
-        ({"kind": AttentionKind.ENCODER_DECODER}, "encoder_decoder"),
+        ({"kv_cache_dtype": "int8"}, "KV cache dtype int8"),
+        ({"kv_cache_dtype": "acme_fp3"}, "KV cache dtype acme_fp3 is not one of auto, float32"),
+        ({"uses_sparse": True}, "sparse"),
+        ({"keeps_prompt": True, "sliding_window": 4, "chunk_size": 8}, "keeps_prompt) contradicts"),
+        ({"dcp_size": 2, "sliding_window": 4, "uses_alibi": True}, "2 ranks do not go with a sliding window and ALiBi"),
+        ({"dcp_size": 2, "chunk_size": 4}, "chunks"),
+        ({"dcp_size": 2, "uses_mm_prefix": True}, "bidirectional ranges"),
+        ({"dcp_size": 2, "kind": AttentionKind.ENCODER_ONLY}, "attention kind encoder_only"),
         ({"num_heads": 5}, "5 query heads"),
         ({"uses_mla": True}, "MLA) has one latent that all heads share, not 2"),
         ({"uses_mla": True, "num_kv_heads": 1, "kind": AttentionKind.ENCODER_ONLY}, "MLA) reads a cache"),
@@ -68,7 +89,7 @@ def test_accepted(changes: dict[str, Any]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
-    answer = ReferenceBackend().refuse(need(**changes))
+    answer = ReferenceBackend().objection(need(**changes))
     assert answer is not None
     assert reason in answer
 
@@ -91,7 +112,14 @@ def test_the_factory_and_its_probe() -> None:
     assert declaration.probe is not None
     assert declaration.probe().status is ProbeStatus.AVAILABLE
     context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
-    assert create(context, NoOptions()).name == "torch_reference"
+    assert create(context, ReferenceOptions()).name == "torch_reference"
+
+
+def test_an_unknown_cascade_policy_is_refused() -> None:
+    """R5.82: replaceable by an option, whose value must mean something."""
+    context = PluginContext(name="torch_reference", api_version=1, roles=frozenset())
+    with pytest.raises(ConfigError, match="'sometimes'.*always, estimate, never"):
+        create(context, ReferenceOptions(cascade="sometimes"))
 
 
 def test_the_manifest_says_what_the_code_says() -> None:

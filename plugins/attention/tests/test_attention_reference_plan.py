@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint_attention.reference.plan import Batch, PlanLimits, RowSet, Visibility, fresh_row_sets, paged_row_sets
-
-CAUSAL = Visibility(causal=True, window=None)
+from hardpoint_attention.reference.plan import Batch, PlanLimits, RowSet, fresh_row_sets, paged_row_sets
+from hardpoint_attention.reference.visibility import Visibility
 
 
 def batch(rows: list[tuple[int, int]], block_size: int = 4) -> Batch:
@@ -79,14 +78,3 @@ def test_a_window_skips_blocks_that_nobody_sees() -> None:
 def test_fresh_rows_of_equal_length_share_a_call() -> None:
     sets = list(fresh_row_sets(batch([(0, 9), (0, 0), (0, 4), (0, 9)]), np.arange(4)))
     assert [(row_set.num_queries, row_set.rows.tolist()) for row_set in sets] == [(4, [2]), (9, [0, 3])]
-
-
-def test_visibility() -> None:
-    """R5.44: a window counts on both sides once attention is not causal."""
-    positions = np.arange(4)
-    assert CAUSAL.matrix(positions, positions).tolist() == np.tril(np.ones((4, 4), dtype=bool)).tolist()
-    windowed = Visibility(True, 2).matrix(positions, positions)
-    assert windowed.sum(1).tolist() == [1, 2, 2, 2]
-    both = Visibility(False, 2).matrix(positions, positions)
-    assert both.sum(1).tolist() == [2, 3, 3, 2]
-    assert bool((both == both.T).all())

@@ -10,7 +10,7 @@ from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.fake_streams import FakeStreams, PromisingExecutor
 from hardpoint_testing_torch.fixed_attention import FixedShapeAttention, FixedShapeBackend
-from hardpoint_testing_torch.installed import installed_factory, installed_loader
+from hardpoint_testing_torch.installed import installed_backend, installed_factory, installed_loader
 from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
 from hardpoint_testing_torch.kernel_problems import KernelProblem, kernel_problems
 from hardpoint_testing_torch.linear_bench import LinearBench, relative_norm
@@ -63,6 +63,7 @@ __all__ = [
     "check_parity",
     "create_model",
     "dense_attention",
+    "installed_backend",
     "installed_factory",
     "installed_loader",
     "kernel_problems",

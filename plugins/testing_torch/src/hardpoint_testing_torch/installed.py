@@ -6,10 +6,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from hardpoint.errors import PluginNotFoundError
+from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.model_source import WeightLoader, WeightLoaderContext
-from hardpoint.interfaces.plugin import NoOptions, ProcessRole
+from hardpoint.interfaces.plugin import NoOptions, PluginContext, ProcessRole, declaration_of
 
-__all__ = ["installed_factory", "installed_loader"]
+__all__ = ["installed_backend", "installed_factory", "installed_loader"]
 
 
 def installed_factory(kind: str, name: str) -> Any:
@@ -20,6 +21,16 @@ def installed_factory(kind: str, name: str) -> Any:
             return point.load()
     others = ", ".join(sorted(points.names)) or "none"
     raise PluginNotFoundError(f"no plugin {kind}:{name} is installed; installed: {others}")
+
+
+def installed_backend(name: str) -> AttentionBackend:
+    """The attention backend ``name`` with the options it has by default."""
+    factory = installed_factory("attention_backend", name)
+    declaration = declaration_of(factory)
+    options = NoOptions() if declaration is None else declaration.options()
+    context = PluginContext(name=name, api_version=1, roles=frozenset({ProcessRole.WORKER}))
+    backend: AttentionBackend = factory(context, options)
+    return backend
 
 
 def installed_loader(name: str, *, packed: bool = False) -> WeightLoader:

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hardpoint_attention.reference.plan import RowSet, Visibility
+from hardpoint_attention.reference.plan import RowSet
+from hardpoint_attention.reference.visibility import Visibility
 
-__all__ = ["CachePages", "RowGroup", "fresh_group", "paged_group"]
+__all__ = ["CachePages", "RowGroup", "Spelling", "foreign_group", "fresh_group", "paged_group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What the caller needs written out: ``masks`` that ``is_causal`` could say, ``distances`` for biases."""
+
+    masks: bool = False
+    distances: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +28,11 @@ class RowGroup:
     Attributes:
         tokens: int64 [n] into the step's tokens, or None when they are exactly ``token_range``.
         pages: int64 [R * K * N] into the cache seen as pages of one head; None: keys are the step's own tokens.
-        stale: int64 indices into the gathered [R * K * N * B] entries that are not this row's; None if there are none.
+        stale: int64 indices into the gathered [R * K * N * B] entries that nobody may read; None if there are none.
         mask: float32 [R, 1, Q, S], 0 where visible, else -inf; None when everything is, or ``is_causal`` says it.
         is_causal: triangular, with S == Q.
         distance: float32 [R, Q, S], query position minus key position, for biases that depend on it.
+        key_range: the step's keys, where these are another sequence's than the queries.
     """
 
     num_rows: int
@@ -35,12 +45,18 @@ class RowGroup:
     mask: torch.Tensor | None
     is_causal: bool
     distance: torch.Tensor | None = None
+    key_range: tuple[int, int] | None = None
 
     def pick(self, values: torch.Tensor) -> torch.Tensor:
         """This group's [n, ...] of ``values`` [T, ...]."""
         if self.tokens is None:
             return values[self.token_range[0] : self.token_range[1]]
         return values.index_select(0, self.tokens)
+
+    def pick_keys(self, states: torch.Tensor) -> torch.Tensor:
+        """This group's keys [R, S, ...] of the step's."""
+        picked = self.pick(states) if self.key_range is None else states[self.key_range[0] : self.key_range[1]]
+        return picked.unflatten(0, (self.num_rows, self.num_keys))
 
     def put(self, output: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values`` [R, Q, ...] into the group's rows of ``output`` [T, ...]."""
@@ -50,6 +66,13 @@ class RowGroup:
         else:
             flat = values.reshape(-1, *output.shape[1:])
             output.index_copy_(0, self.tokens, flat.to(output.dtype))
+
+    def fill(self, output: torch.Tensor, value: float) -> None:
+        """Set the group's rows of ``output`` [T, ...]."""
+        if self.tokens is None:
+            output[self.token_range[0] : self.token_range[1]].fill_(value)
+        else:
+            output.index_fill_(0, self.tokens, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +85,42 @@ class CachePages:
     pages_per_block: int
 
 
-def fresh_group(row_set: RowSet, visibility: Visibility, device: torch.device, *, biased: bool) -> RowGroup:
-    """Group over the step's own keys. ``biased``: the caller needs ``mask`` and ``distance`` spelled out."""
+def fresh_group(row_set: RowSet, visibility: Visibility, device: torch.device, spelling: Spelling) -> RowGroup:
+    """Group over the step's own keys."""
     length = row_set.num_queries
     positions = row_set.query_positions()
-    windowed = visibility.window is not None and visibility.window < length
-    is_causal = visibility.causal and not windowed and not biased
+    is_whole = visibility.is_whole(length)
+    is_causal = visibility.causal and is_whole and not spelling.masks
     mask = None
-    if not is_causal and (visibility.causal or windowed):
-        mask = _mask(visibility.matrix(positions, positions), device)
-    return _group(row_set, length, device, mask, is_causal, positions if biased else None)
+    if not is_causal and (visibility.causal or not is_whole):
+        mask = _mask(visibility.matrix(row_set.rows, positions, positions), device)
+    return _group(row_set, length, device, mask, is_causal, positions if spelling.distances else None)
 
 
 def paged_group(
-    row_set: RowSet, visibility: Visibility, cache: CachePages, device: torch.device, *, biased: bool
+    row_set: RowSet, visibility: Visibility, cache: CachePages, device: torch.device, spelling: Spelling
 ) -> RowGroup:
     """Group over cached keys."""
     base = row_set.first_block * cache.block_size
     num_valid = row_set.key_end - base
     num_keys = int(num_valid.max())
+    if num_keys == 0:
+        return _group(row_set, 0, device, None, False, None)
     offsets = np.arange(num_keys)
     keys = base[:, None] + offsets
     is_own = offsets < num_valid[:, None]
-    visible = visibility.matrix(row_set.query_positions(), keys) & is_own[:, None, :]
+    visible = visibility.matrix(row_set.rows, row_set.query_positions(), keys) & is_own[:, None, :]
     mask = None if visible.all() else _mask(visible, device)
-    stale = None if is_own.all() else _stale(is_own, row_set.num_blocks, cache, device)
+    is_read = visible.any(axis=1) if visibility.is_patchy else is_own
+    stale = None if is_read.all() else _stale(is_read, row_set.num_blocks, cache, device)
     pages = _pages(row_set, cache, device)
-    return _group(row_set, num_keys, device, mask, False, keys if biased else None, pages, stale)
+    return _group(row_set, num_keys, device, mask, False, keys if spelling.distances else None, pages, stale)
+
+
+def foreign_group(row_set: RowSet, first_key: int, device: torch.device) -> RowGroup:
+    """Group over the step's own keys from ``first_key`` on, all visible, which are not the queries' tokens."""
+    num_keys = int(row_set.key_end[0])
+    return _group(row_set, num_keys, device, None, False, None, key_range=(first_key, first_key + num_keys))
 
 
 def _group(
@@ -100,6 +132,7 @@ def _group(
     keys: np.ndarray | None,
     pages: torch.Tensor | None = None,
     stale: torch.Tensor | None = None,
+    key_range: tuple[int, int] | None = None,
 ) -> RowGroup:
     tokens = row_set.tokens()
     is_range = bool(tokens[-1] - tokens[0] == len(tokens) - 1 and (np.diff(tokens) == 1).all())
@@ -118,6 +151,7 @@ def _group(
         mask=mask,
         is_causal=is_causal,
         distance=distance,
+        key_range=key_range,
     )
 
 
@@ -135,9 +169,9 @@ def _pages(row_set: RowSet, cache: CachePages, device: torch.device) -> torch.Te
     return (blocks.unsqueeze(1) * cache.pages_per_block + heads[None, :, None]).reshape(-1)
 
 
-def _stale(is_own: np.ndarray, num_blocks: int, cache: CachePages, device: torch.device) -> torch.Tensor:
-    """Gathered entries beyond a row's keys. They are zeroed, since a mask alone lets NaN and infinity through."""
-    rows, entries = np.nonzero(~is_own)
+def _stale(is_read: np.ndarray, num_blocks: int, cache: CachePages, device: torch.device) -> torch.Tensor:
+    """Gathered entries that nobody reads. They are zeroed, since a mask alone lets NaN and infinity through."""
+    rows, entries = np.nonzero(~is_read)
     heads = np.arange(cache.num_kv_heads)
     stride = num_blocks * cache.block_size
     flat = (rows[:, None] * cache.num_kv_heads + heads) * stride + entries[:, None]

@@ -1,19 +1,22 @@
 """One layer's attention over the groups of a step.
 
-Legend: T tokens of the step, n tokens of a group (R rows x Q queries), H query heads, K KV heads, G = H / K,
-D head size of queries and keys, V of values and outputs, S key positions, B block size, W = D + V cached per token.
+Legend: T tokens of the step, H query heads, K KV heads, D head size of queries and keys, V of values and outputs.
 
-Latent layers (MLA) cache no values: W = D, and the values are the first V entries of the keys.
+Latent layers (MLA) cache no values: these are the first V entries of the keys.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from dataclasses import replace
 
-from hardpoint.interfaces.attention import AttentionImpl, AttentionLayerParams
-from hardpoint_attention.reference.groups import RowGroup
-from hardpoint_attention.reference.metadata import LayerView, ReferenceMetadata, Workspace
+import torch
+
+from hardpoint.interfaces.attention import AttentionImpl, AttentionKind, AttentionLayerParams
+from hardpoint_attention.merge import Partial, merge_partials
+from hardpoint_attention.reference.groups import RowGroup, Spelling
+from hardpoint_attention.reference.layer_cache import LayerCache
+from hardpoint_attention.reference.metadata import KeyPart, LayerView, ReferenceMetadata
+from hardpoint_attention.reference.scores import ScoreRules, attend, attend_explicitly
 
 __all__ = ["ReferenceImpl"]
 
@@ -23,8 +26,8 @@ EXPLICIT_TILE_QUERIES = 64
 
 
 class ReferenceImpl(AttentionImpl):
-    """Plain layers run on torch's fused attention; soft cap, ALiBi, sinks, log-sum-exp and values of another size than
-    keys on explicit scores."""
+    """Plain layers run on torch's fused attention; soft cap, ALiBi, sinks, log-sum-exp, cascade and values of another
+    size than keys on explicit scores."""
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
@@ -43,143 +46,158 @@ class ReferenceImpl(AttentionImpl):
     ) -> torch.Tensor:
         if metadata is None:
             return output.zero_()
-        cache = None if kv_cache is None else _Pages(kv_cache)
+        cache = None if kv_cache is None else self._cache(kv_cache)
+        if cache is not None and metadata.context_lens is not None:
+            raise RuntimeError(
+                f"layer {self.params.layer_name!r}: this rank holds a share of each context only (dcp_local_seq_lens); "
+                "merge context_partial of all ranks and step_partial instead"
+            )
         # The fused kernel wants values as wide as keys.
         is_explicit = self._needs_scores or output.shape[-1] != query.shape[-1]
-        for group in metadata.groups(self._view(cache, explicit=is_explicit)):
-            keys, values = self._keys_values(group, key, value, cache, metadata.workspace)
-            picked = group.pick(query)
-            if is_explicit:
-                group.put(output, self._explicit(group, picked, keys, values)[0])
-            else:
-                group.put(output, self._fused(group, picked, keys, values))
+        view = self._view(cache, query.dtype, explicit=is_explicit)
+        if cache is not None and self._takes_cascade(metadata, view):
+            return self._cascade(query, cache, metadata, output, (key, value)).output
+        step = (key, value)
+        if is_explicit:
+            return self._explicit(query, step, cache, metadata, view, output).output
+        for group in metadata.groups(view):
+            if group.num_keys == 0:
+                group.fill(output, 0)
+                continue
+            keys, values = self._keys_values(group, step, cache, metadata, output.shape[-1], query.dtype)
+            picked = group.pick(query).to(keys.dtype)
+            group.put(output, attend(group, picked, keys, values, self.params.scale))
         return output
 
     def forward_with_lse(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.full(output.shape[:2], -torch.inf, dtype=torch.float32, device=output.device)
-        cache = _Pages(kv_cache)
-        for group in metadata.groups(self._view(cache, explicit=True, cache_only=True)):
-            keys, values = self._keys_values(group, query, output, cache, metadata.workspace)
-            attended, group_lse = self._explicit(group, group.pick(query), keys, values)
-            group.put(output, attended)
-            group.put(lse, group_lse)
-        return output, lse
+        """With ``dcp_local_seq_lens`` in the metadata, :meth:`context_partial`."""
+        cache = self._cache(kv_cache)
+        view = self._view(cache, query.dtype, explicit=True, cache_only=True)
+        if metadata.context_lens is not None:
+            partial = self.context_partial(query, kv_cache, metadata, output)
+        elif self._takes_cascade(metadata, view):
+            partial = self._cascade(query, cache, metadata, output, None)
+        else:
+            partial = self._explicit(query, None, cache, metadata, view, output)
+        return partial.output, partial.lse
+
+    def context_partial(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata, output: torch.Tensor
+    ) -> Partial:
+        """Attention of all queries over this rank's share of their contexts, written into ``output``; without sinks.
+
+        Raises ``ValueError`` for metadata without ``dcp_local_seq_lens``.
+        """
+        cache = self._cache(kv_cache)
+        view = replace(self._view(cache, query.dtype, explicit=True, cache_only=True), part=KeyPart.CONTEXT)
+        return self._explicit(query, None, cache, metadata, view, output, with_sinks=False)
+
+    def step_partial(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: ReferenceMetadata,
+        output: torch.Tensor,
+    ) -> Partial:
+        """Attention of all queries over the step's own tokens, written into ``output``; with sinks."""
+        view = replace(self._view(None, query.dtype, explicit=True), part=KeyPart.STEP)
+        return self._explicit(query, (key, value), None, metadata, view, output)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        count = slot_mapping.shape[0]
-        is_latent = kv_cache.shape[-1] == key.shape[-1]
-        states = key[:count] if is_latent else torch.cat((key[:count], value[:count]), dim=-1)
-        states = states.to(kv_cache.dtype)
-        is_real = slot_mapping >= 0
-        if not bool(is_real.all()):
-            slot_mapping, states = slot_mapping[is_real], states[is_real]
-        block_size = kv_cache.shape[2]
-        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-        kv_cache.transpose(1, 2).index_put_((blocks, slot_mapping - blocks * block_size), states)
+        self._cache(kv_cache).write(key, value, slot_mapping)
 
-    def _view(self, cache: _Pages | None, *, explicit: bool, cache_only: bool = False) -> LayerView:
+    def _cache(self, kv_cache: torch.Tensor) -> LayerCache:
+        return LayerCache(kv_cache, self.params.head_size, (self.params.key_scale, self.params.value_scale))
+
+    def _view(
+        self, cache: LayerCache | None, dtype: torch.dtype, *, explicit: bool, cache_only: bool = False
+    ) -> LayerView:
+        params = self.params
+        is_cross = params.kind is AttentionKind.ENCODER_DECODER
+        # What a narrower cache makes of keys is what later steps see, so this one is to see the same.
+        is_rounded = cache is not None and cache.dtype != dtype
         return LayerView(
-            window=self.params.sliding_window,
-            num_kv_heads=self.params.num_kv_heads,
+            window=None if is_cross else params.sliding_window,
+            num_kv_heads=params.num_kv_heads,
             pages_per_block=0 if cache is None else cache.pages_per_block,
             page_bytes=0 if cache is None else cache.page_bytes,
             tile_queries=EXPLICIT_TILE_QUERIES if explicit else TILE_QUERIES,
-            biased=explicit,
-            cache_only=cache_only,
+            spelling=Spelling(masks=explicit, distances=self._slopes is not None),
+            cache_only=cache_only or is_cross or is_rounded,
+            chunk=None if is_cross else params.chunk_size,
+            keeps_prompt=params.keeps_prompt,
+            is_cross=is_cross,
         )
 
-    def _keys_values(
-        self, group: RowGroup, key: torch.Tensor, value: torch.Tensor, cache: _Pages | None, workspace: Workspace
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [R, K, S, D] and values [R, K, S, V] in the dtype of ``key``; views of scratch that the next group
-        overwrites. ``value`` tells V where the cache has none."""
-        if group.pages is None or cache is None:
-            shape = (group.num_rows, group.num_keys)
-            keys, values = (group.pick(states).unflatten(0, shape) for states in (key, value))
-            return keys.transpose(1, 2), values.transpose(1, 2)
-        pages = group.pages.shape[0]
-        scratch = workspace.take(pages, cache.page_size, cache.flat.dtype)
-        torch.index_select(cache.flat, 0, group.pages, out=scratch)
-        entries = scratch.view(-1, cache.width)
-        if group.stale is not None:
-            entries.index_fill_(0, group.stale, 0)
-        states = entries.view(group.num_rows, self.params.num_kv_heads, -1, cache.width)
-        states = states[:, :, : group.num_keys]
-        if states.dtype != key.dtype:
-            states = states.to(key.dtype)
-        size = self.params.head_size
-        return states[..., :size], states[..., size:] if cache.width > size else states[..., : value.shape[-1]]
+    def _takes_cascade(self, metadata: ReferenceMetadata, view: LayerView) -> bool:
+        return metadata.takes_cascade(view, self.params.num_heads, uses_alibi=self._slopes is not None)
 
-    def _fused(self, group: RowGroup, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[n, H, D] to [R, Q, H, D]."""
-        rows, queries, kv_heads = group.num_rows, group.num_queries, self.params.num_kv_heads
-        heads, size = query.shape[1:]
-        if queries == 1:
-            # The G heads of a KV head act as G queries of one head: nothing is repeated.
-            grouped = query.view(rows, kv_heads, heads // kv_heads, size)
-            mask = None if group.mask is None else group.mask.expand(-1, -1, heads // kv_heads, -1)
-            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=self.params.scale)
-            return attended.reshape(rows, 1, heads, size)
-        attended = F.scaled_dot_product_attention(
-            query.view(rows, queries, heads, size).transpose(1, 2),
-            keys,
-            values,
-            attn_mask=group.mask,
-            is_causal=group.is_causal,
-            scale=self.params.scale,
-            enable_gqa=heads != kv_heads,
-        )
-        return attended.transpose(1, 2)
+    def _cascade(
+        self,
+        query: torch.Tensor,
+        cache: LayerCache,
+        metadata: ReferenceMetadata,
+        output: torch.Tensor,
+        step: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Partial:
+        """The common prefix once for all rows, then each row's other keys (R5.83)."""
+        view = self._view(cache, query.dtype, explicit=True, cache_only=step is None)
+        partials = []
+        for part in (KeyPart.PREFIX, KeyPart.SUFFIX):
+            attended = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+            part_view = replace(view, part=part)
+            # A sink counts once: in the prefix.
+            with_sinks = part is KeyPart.PREFIX
+            partials.append(self._explicit(query, step, cache, metadata, part_view, attended, with_sinks=with_sinks))
+        return merge_partials(partials, output)
 
     def _explicit(
-        self, group: RowGroup, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        query: torch.Tensor,
+        step: tuple[torch.Tensor, torch.Tensor] | None,
+        cache: LayerCache | None,
+        metadata: ReferenceMetadata,
+        view: LayerView,
+        output: torch.Tensor,
+        *,
+        with_sinks: bool = True,
+    ) -> Partial:
+        """Every group on explicit scores, into ``output``."""
+        params = self.params
+        sinks = params.sinks if with_sinks else None
+        rules = ScoreRules(params.scale, params.logits_soft_cap, self._slopes, sinks)
+        lse = torch.full(output.shape[:2], -torch.inf, dtype=torch.float32, device=output.device)
+        for group in metadata.groups(view):
+            if group.num_keys == 0:
+                group.fill(output, 0)
+                if sinks is not None:
+                    shape = (group.num_rows, group.num_queries, len(sinks))
+                    group.put(lse, sinks.float().to(lse.device).expand(shape))
+                continue
+            keys, values = self._keys_values(group, step, cache, metadata, output.shape[-1], query.dtype)
+            attended, group_lse = attend_explicitly(group, group.pick(query), keys, values, rules)
+            group.put(output, attended)
+            group.put(lse, group_lse)
+        return Partial(output, lse)
+
+    def _keys_values(
+        self,
+        group: RowGroup,
+        step: tuple[torch.Tensor, torch.Tensor] | None,
+        cache: LayerCache | None,
+        metadata: ReferenceMetadata,
+        value_size: int,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, H, D] to ([R, Q, H, V] and log-sum-exp [R, Q, H]), both float32."""
-        rows, queries, kv_heads = group.num_rows, group.num_queries, self.params.num_kv_heads
-        heads, size = query.shape[1:]
-        grouped = query.float().view(rows, queries, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
-        # The G heads of a KV head act as more queries of one head: its keys and values are not repeated.
-        merged = grouped.reshape(rows, kv_heads, -1, size)
-        scores = torch.matmul(merged, keys.float().transpose(-1, -2)).mul_(self.params.scale)
-        scores = scores.unflatten(2, (-1, queries))
-        cap = self.params.logits_soft_cap
-        if cap is not None:
-            scores = scores.div_(cap).tanh_().mul_(cap)
-        if self._slopes is not None and group.distance is not None:
-            slopes = self._slopes.to(scores.device).view(1, kv_heads, -1, 1, 1)
-            scores -= slopes * group.distance[:, None, None]
-        if group.mask is not None:
-            scores += group.mask.unsqueeze(1)
-        lse = torch.logsumexp(scores, dim=-1)
-        if self.params.sinks is not None:
-            sinks = self.params.sinks.float().view(1, kv_heads, -1, 1)
-            lse = torch.logaddexp(lse, sinks.expand_as(lse))
-        weights = (scores - lse.unsqueeze(-1)).exp_()
-        attended = torch.matmul(weights.flatten(2, 3), values.float()).unflatten(2, (-1, queries))
-        output = attended.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
-        return output, lse.permute(0, 3, 1, 2).reshape(rows, queries, heads)
-
-
-class _Pages:
-    """A layer's cache [blocks, K, B, W] as rows of one head's page each."""
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        num_blocks, kv_heads, block_size, width = kv_cache.shape
-        self.page_size = block_size * width
-        self.width = width
-        self.page_bytes = self.page_size * kv_cache.element_size()
-        self.pages_per_block = kv_heads if num_blocks == 1 else kv_cache.stride(0) // self.page_size
-        expected = (self.pages_per_block * self.page_size, self.page_size, width, 1)
-        # The stride of a dimension of size one means nothing (R5.42).
-        real = zip(kv_cache.shape, kv_cache.stride(), expected, strict=True)
-        if any(stride != wanted for size, stride, wanted in real if size > 1):
-            raise ValueError(
-                f"KV cache strides {kv_cache.stride()} of shape {tuple(kv_cache.shape)} are not whole pages per head; "
-                "expected [blocks, heads, block size, content] with contiguous blocks at a multiple of a page"
-            )
-        rows = (num_blocks - 1) * self.pages_per_block + kv_heads
-        self.flat = kv_cache.as_strided((rows, self.page_size), (self.page_size, 1))
+        """Keys [R, K, S, D] and values [R, K, S, V], from the cache or from the ``step``'s own."""
+        if group.pages is not None and cache is not None:
+            return cache.read(group, value_size, dtype, metadata.workspace)
+        if step is None:
+            raise RuntimeError(f"layer {self.params.layer_name!r} was planned to read keys that it was not given")
+        keys, values = (group.pick_keys(states).transpose(1, 2) for states in step)
+        return keys, values

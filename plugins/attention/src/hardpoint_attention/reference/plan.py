@@ -11,29 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Batch", "PlanLimits", "RowSet", "Visibility", "fresh_row_sets", "paged_row_sets"]
+from hardpoint_attention.reference.visibility import Visibility
+
+__all__ = ["Batch", "PlanLimits", "RowSet", "foreign_row_sets", "fresh_row_sets", "paged_row_sets"]
 
 SHORT_QUERY = 16
 """Rows with at most this many query tokens are batched by equal count; longer ones are computed in tiles, alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Visibility:
-    """A query at position p sees the keys in ``(p - window, p]``, or both sides of it when not ``causal``."""
-
-    causal: bool
-    window: int | None
-
-    def first_visible(self, position: int) -> int:
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
-    def matrix(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """bool [..., Q, S] from absolute positions [..., Q] and [..., S]."""
-        distance = queries[..., :, None] - keys[..., None, :]
-        visible = distance >= 0 if self.causal else np.ones(distance.shape, dtype=bool)
-        if self.window is not None:
-            visible &= (distance if self.causal else np.abs(distance)) < self.window
-        return visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +37,7 @@ class RowSet:
         first_token: index of each row's first query token in the step [R].
         num_queries: Q, equal for all rows.
         query_start: absolute position of each row's first query [R].
-        key_end: one past the last key each row may see [R].
+        key_end: one past the last key each row may see [R]; 0 for all rows or for none.
         first_block, num_blocks: pages to gather; of each row from ``first_block[r]``, padded to ``num_blocks``.
     """
 
@@ -98,32 +81,33 @@ def paged_row_sets(batch: Batch, rows: np.ndarray, visibility: Visibility, limit
 
 
 def _short_sets(batch: Batch, short: np.ndarray, visibility: Visibility, limits: PlanLimits) -> Iterator[RowSet]:
-    query_lens, seq_lens = batch.query_lens, batch.seq_lens
+    query_lens, seq_lens = batch.query_lens[short], batch.seq_lens[short]
     context = seq_lens - query_lens
-    first = np.zeros_like(context)
-    if visibility.window is not None:
-        first = np.maximum(context - visibility.window + 1, 0) // batch.block_size
-    blocks = -(-seq_lens // batch.block_size) - first
+    ends = visibility.key_ends(short, context, seq_lens - 1, seq_lens)
+    first = visibility.first_keys(short, context, seq_lens - 1) // batch.block_size
+    blocks = -(-ends // batch.block_size) - first
     # Equal query lengths together, and within them similar key lengths, so that little padding is gathered.
-    order = short[np.lexsort((blocks[short], query_lens[short]))]
+    order = np.lexsort((blocks, query_lens))
     for members in _cut(order, query_lens, blocks, limits.group_pages):
         yield RowSet(
-            rows=members,
-            first_token=batch.starts[members],
+            rows=short[members],
+            first_token=batch.starts[short[members]],
             num_queries=int(query_lens[members[0]]),
             query_start=context[members],
-            key_end=seq_lens[members],
+            key_end=ends[members],
             first_block=first[members],
             num_blocks=int(blocks[members].max()),
         )
 
 
 def _cut(order: np.ndarray, query_lens: np.ndarray, blocks: np.ndarray, limit: int) -> Iterator[np.ndarray]:
-    """Split ``order`` where the query length changes or the padded group would exceed ``limit`` pages."""
+    """Split ``order`` where the query length changes or the padded group would exceed ``limit`` pages, and behind rows
+    without any key."""
     begin = 0
     for end in range(1, len(order) + 1):
         if end < len(order):
             same = query_lens[order[end]] == query_lens[order[begin]]
+            same &= (blocks[order[begin]] == 0) == (blocks[order[end]] == 0)
             # Blocks grow along the order, so the candidate itself would be the group's widest row.
             if same and (end + 1 - begin) * int(blocks[order[end]]) <= limit:
                 continue
@@ -132,22 +116,23 @@ def _cut(order: np.ndarray, query_lens: np.ndarray, blocks: np.ndarray, limit: i
 
 
 def _tiles(batch: Batch, row: int, visibility: Visibility, limits: PlanLimits) -> Iterator[RowSet]:
-    """One long row, its queries in tiles; a tile reads no key beyond what its last query sees."""
+    """One long row, its queries in tiles; a tile reads no key beyond what its queries see."""
     first_token, last_token, seq_len = int(batch.starts[row]), int(batch.starts[row + 1]), int(batch.seq_lens[row])
     context = seq_len - (last_token - first_token)
+    rows, seq_lens = np.array([row]), np.array([seq_len])
     for token in range(first_token, last_token, limits.tile_queries):
         count = min(limits.tile_queries, last_token - token)
-        position = context + token - first_token
-        key_end = position + count if visibility.causal else seq_len
-        first_block = visibility.first_visible(position) // batch.block_size
+        first = np.array([context + token - first_token])
+        key_end = visibility.key_ends(rows, first, first + count - 1, seq_lens)
+        first_block = visibility.first_keys(rows, first, first + count - 1) // batch.block_size
         yield RowSet(
-            rows=np.array([row]),
+            rows=rows,
             first_token=np.array([token]),
             num_queries=count,
-            query_start=np.array([position]),
-            key_end=np.array([key_end]),
-            first_block=np.array([first_block]),
-            num_blocks=-(-key_end // batch.block_size) - first_block,
+            query_start=first,
+            key_end=key_end,
+            first_block=first_block,
+            num_blocks=-(-int(key_end[0]) // batch.block_size) - int(first_block[0]),
         )
 
 
@@ -166,5 +151,19 @@ def fresh_row_sets(batch: Batch, rows: np.ndarray) -> Iterator[RowSet]:
             query_start=zeros,
             key_end=np.full(len(members), length),
             first_block=zeros,
+            num_blocks=0,
+        )
+
+
+def foreign_row_sets(batch: Batch) -> Iterator[RowSet]:
+    """Row sets, each of one row, whose keys are those of another sequence, as many as ``seq_lens`` says."""
+    for row in np.flatnonzero(batch.query_lens):
+        yield RowSet(
+            rows=np.array([row]),
+            first_token=batch.starts[row : row + 1],
+            num_queries=int(batch.query_lens[row]),
+            query_start=np.zeros(1, dtype=np.int64),
+            key_end=batch.seq_lens[row : row + 1],
+            first_block=np.zeros(1, dtype=np.int64),
             num_blocks=0,
         )
