@@ -1,0 +1,203 @@
+"""Attention of a mixed batch of prefills and decodes over paged or given keys, one program per block of queries and
+KV head, and per part of the keys where these are split.
+
+Tiles: BLOCK_M lanes hold all heads of a KV head for BLOCK_M / HEADS queries, so that keys and values are read once for
+all of them. TILE keys are read at once, from as many blocks of the cache as they lie in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hardpoint_attention.triton.kernels.scores import finish, shape_scores, start_softmax, update_softmax
+from hardpoint_attention.triton.kernels.visibility import find_row, is_visible, key_bounds
+
+__all__ = ["attend"]
+
+
+@triton.jit
+def _places(
+    states: Any, position: Any, is_read: Any, kv_head: Any, row: Any, rows: Any, BLOCK_SIZE: tl.constexpr
+) -> Any:
+    """64-bit offsets [N] of the states at ``position``: [blocks, K, B, D] by table, or [K, T, D] from a start."""
+    if BLOCK_SIZE == 0:
+        token = tl.load(rows[4] + row).to(tl.int64) + position
+        return token * states[3] + kv_head.to(tl.int64) * states[2]
+    entry = rows[2] + row.to(tl.int64) * rows[3] + position // BLOCK_SIZE
+    block = tl.load(entry, mask=is_read, other=0).to(tl.int64)
+    return block * states[1] + kv_head.to(tl.int64) * states[2] + (position % BLOCK_SIZE).to(tl.int64) * states[3]
+
+
+@triton.jit
+def _queries(
+    query: Any, token: Any, head: Any, in_use: Any, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr
+) -> Any:
+    """[M, PAD] of entries from ``begin`` to ``end``."""
+    entry = begin + tl.arange(0, PAD)
+    place = token.to(tl.int64) * query[1] + head.to(tl.int64) * query[2]
+    mask = in_use[:, None] & (entry < end)[None, :]
+    return tl.load(query[0] + place[:, None] + (entry * query[3])[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _states(states: Any, place: Any, is_read: Any, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr) -> Any:
+    """[N, PAD] of entries from ``begin`` to ``end``; zero beyond, where memory may hold anything."""
+    entry = begin + tl.arange(0, PAD)
+    mask = is_read[:, None] & (entry < end)[None, :]
+    return tl.load(states[0] + place[:, None] + (entry * states[4])[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _multiply(left: Any, right: Any, COMPUTE: tl.constexpr) -> Any:
+    return tl.dot(left.to(COMPUTE), right.to(COMPUTE), input_precision="ieee")
+
+
+@triton.jit
+def _token_scales(
+    scales: Any, position: Any, is_read: Any, kv_head: Any, row: Any, rows: Any, BLOCK_SIZE: tl.constexpr
+) -> Any:
+    """The two scales [N] that lie behind each head and token."""
+    place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE)
+    key_scale = tl.load(scales[0] + place, mask=is_read, other=0.0)
+    return key_scale, tl.load(scales[0] + place + scales[4], mask=is_read, other=0.0)
+
+
+@triton.jit
+def _head_scale(scale: Any, kv_head: Any) -> Any:
+    """One for all heads (stride 0) or one each."""
+    return tl.load(scale[0] + kv_head * scale[1])
+
+
+@triton.jit
+def _part(
+    low: Any, high: Any, prompt_len: Any, SPLITS: tl.constexpr, TILE: tl.constexpr, KEEPS_PROMPT: tl.constexpr
+) -> Any:
+    """Numbers of the tiles to read: this part's first and end, the tiles of the prompt before ``low``, and the first
+    tile from there on. Tiles between are skipped."""
+    first_tile = low // TILE
+    num_tiles = tl.maximum(tl.cdiv(high, TILE) - first_tile, 0)
+    prompt_tiles = num_tiles * 0
+    if KEEPS_PROMPT:
+        prompt_tiles = tl.minimum(tl.cdiv(tl.minimum(prompt_len, high), TILE), first_tile)
+        num_tiles += prompt_tiles
+    per_part = tl.cdiv(num_tiles, SPLITS)
+    begin = tl.program_id(2) * per_part
+    return begin, tl.minimum(begin + per_part, num_tiles), prompt_tiles, first_tile
+
+
+@triton.jit
+def _store(
+    output: Any,
+    lse: Any,
+    token: Any,
+    head: Any,
+    in_use: Any,
+    values: Any,
+    logs: Any,
+    SPLITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+) -> None:
+    """Into output [T, H, S, V] and log-sum-exps [T, H, S]; parts stay in base 2 until they are put together."""
+    entry = tl.arange(0, PAD)
+    split = tl.program_id(2)
+    place = token.to(tl.int64) * output[1] + head.to(tl.int64) * output[2] + split * output[3]
+    mask = in_use[:, None] & (entry < SIZE)[None, :]
+    values = values.to(output[0].dtype.element_ty)
+    tl.store(output[0] + place[:, None] + (entry * output[4])[None, :], values, mask=mask)
+    if lse is not None:
+        tl.store(lse[0] + token.to(tl.int64) * lse[1] + head * lse[2] + split * lse[3], logs * lse[4], mask=in_use)
+
+
+@triton.jit(do_not_specialize=["num_rows", "key_begin"])
+def attend(
+    query: Any,  # pointer and strides [T, H, D]
+    states: Any,  # keys, values and scales by token or None: pointers and strides [blocks, K, B, D]
+    output: Any,  # pointer and strides [T, H, S, V]
+    lse: Any,  # None, or pointer, strides [T, H, S] and the factor of base-2 logarithms
+    rows: Any,  # starts int32 [R + 1], lengths int32 [R], table int32 [R, blocks], its row stride, starts of given keys
+    masks: Any,  # see ``key_bounds``
+    shaping: Any,  # see ``shape_scores``
+    head_scales: Any,  # of keys and of values: None, or pointer and stride
+    num_rows: Any,
+    key_begin: Any,  # keys before it are another call's
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    PAD: tl.constexpr,  # VALUES, or SIZE, to the next power of two
+    REST: tl.constexpr,  # of latents: what keys have beyond their values, padded; 0 of others
+    BLOCK_SIZE: tl.constexpr,  # 0: keys are the step's own
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEEPS_PROMPT: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> None:
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    row = find_row(rows[0], tl.program_id(0), num_rows, BLOCK_Q)
+    start = tl.load(rows[0] + row)
+    count = tl.load(rows[0] + row + 1) - start
+    begin_q = (tl.program_id(0) - start // BLOCK_Q - row) * BLOCK_Q
+    if begin_q >= count:
+        return
+    seq_len = tl.load(rows[1] + row)
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    lane = tl.arange(0, BLOCK_M)
+    member = tl.program_id(1) % HEAD_BLOCKS * HEADS + lane % HEADS
+    is_head = member < GROUP
+    head = kv_head * GROUP + member
+    index = begin_q + lane // HEADS
+    in_use = is_head & (index < count) & (lane < BLOCK_Q * HEADS)
+    position = seq_len - count + index
+    first = seq_len - count + begin_q
+    last = tl.minimum(first + BLOCK_Q, seq_len) - 1
+    low, high = key_bounds(first, last, seq_len, row, masks, CAUSAL, WINDOW, CHUNK, HAS_RANGES)
+    low = tl.maximum(low, key_begin)
+    prompt_len = tl.load(masks[1] + row) if KEEPS_PROMPT else low * 0
+    part, part_end, prompt_tiles, first_tile = _part(low, high, prompt_len, SPLITS, TILE, KEEPS_PROMPT)
+    largest, total = start_softmax(head, is_head, tl.program_id(2) == 0, shaping, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, PAD], tl.float32)
+    main = _queries(query, start + index, head, in_use, 0, VALUES, PAD)
+    if REST > 0:
+        rest = _queries(query, start + index, head, in_use, VALUES, SIZE, REST)
+    for number in range(part, part_end):
+        tile = first_tile + number
+        if KEEPS_PROMPT:
+            tile = tl.where(number < prompt_tiles, number, tile - prompt_tiles)
+        key = tile * TILE + tl.arange(0, TILE)
+        is_read = (key < high) & ((key >= low) | (key < prompt_len))
+        place = _places(states[0], key, is_read, kv_head, row, rows, BLOCK_SIZE)
+        keys = _states(states[0], place, is_read, 0, VALUES, PAD)
+        scores = _multiply(main, tl.trans(keys), COMPUTE)
+        if REST > 0:
+            tail = _states(states[0], place, is_read, VALUES, SIZE, REST)
+            scores += _multiply(rest, tl.trans(tail), COMPUTE)
+        if states[2] is not None:
+            key_scale, value_scale = _token_scales(states[2], key, is_read, kv_head, row, rows, BLOCK_SIZE)
+            scores *= key_scale[None, :]
+        if head_scales[0] is not None:
+            scores *= _head_scale(head_scales[0], kv_head)
+        scores = shape_scores(scores, position, key, head, is_head, shaping)
+        shown = is_visible(position, key, prompt_len, row, masks, CAUSAL, WINDOW, CHUNK, KEEPS_PROMPT, HAS_RANGES)
+        scores = tl.where(shown & is_read[None, :] & in_use[:, None], scores, float("-inf"))
+        weights, factor, largest, total = update_softmax(scores, largest, total)
+        if states[2] is not None:
+            weights *= value_scale[None, :]
+        values = keys
+        if REST == 0:
+            value_place = _places(states[1], key, is_read, kv_head, row, rows, BLOCK_SIZE)
+            values = _states(states[1], value_place, is_read, 0, VALUES, PAD)
+        acc = acc * factor[:, None] + _multiply(weights, values, COMPUTE)
+    if head_scales[1] is not None:
+        acc *= _head_scale(head_scales[1], kv_head)
+    result, logs = finish(acc, largest, total)
+    _store(output, lse, start + index, head, in_use, result, logs, SPLITS, VALUES, PAD)

@@ -1,0 +1,61 @@
+"""Scores in units of the base-2 logarithm, and the online softmax over tiles of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["LOG2_E", "finish", "shape_scores", "start_softmax", "update_softmax"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def shape_scores(products: Any, query: Any, key: Any, head: Any, is_head: Any, shaping: Any) -> Any:
+    """Products of queries and keys [M, N] to scores times log2(e).
+
+    ``shaping``: the factor of products, the soft cap or None, the pointer to ALiBi slopes [H] or None, and sinks.
+    """
+    scores = products * shaping[0]
+    if shaping[1] is not None:
+        # tanh(x) = 1 - 2 / (e^(2 x) + 1) holds at both ends: e^(2 x) may overflow to infinity or vanish.
+        doubled = tl.exp2(scores * (2 * LOG2_E) / shaping[1])
+        scores = shaping[1] * (1 - 2 / (doubled + 1))
+    if shaping[2] is not None:
+        slopes = tl.load(shaping[2] + head, mask=is_head, other=0.0)
+        scores += slopes[:, None] * (key[None, :] - query[:, None]).to(tl.float32)
+    return scores * LOG2_E
+
+
+@triton.jit
+def start_softmax(head: Any, is_head: Any, has_sink: Any, shaping: Any, BLOCK_M: tl.constexpr) -> Any:
+    """Running maximum and sum [M] before the first key; a sink, of the first part only, is a key without a value."""
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if shaping[3] is not None:
+        sinks = tl.load(shaping[3] + head, mask=is_head, other=float("-inf")).to(tl.float32)
+        largest = tl.where(has_sink, sinks * LOG2_E, float("-inf"))
+        total = tl.where(largest > float("-inf"), 1.0, 0.0)
+    return largest, total
+
+
+@triton.jit
+def update_softmax(scores: Any, largest: Any, total: Any) -> Any:
+    """Weights [M, N] of a further tile, the factor [M] of everything before, and the new maximum and sum."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    # Rows that have seen nothing yet stay at nothing: minus infinity less itself would be no number.
+    base = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+    weights = tl.exp2(scores - base[:, None])
+    factor = tl.exp2(largest - base)
+    return weights, factor, new_largest, total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish(acc: Any, largest: Any, total: Any) -> Any:
+    """Normalized output [M, V], zero where nothing was seen, and the base-2 log-sum-exp [M]."""
+    has_seen = total > 0
+    divisor = tl.where(has_seen, total, 1.0)
+    lse = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
+    return acc / divisor[:, None], lse
