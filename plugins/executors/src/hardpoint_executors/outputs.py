@@ -35,6 +35,12 @@ class OutputQueue:
             self._thread.start()
         self._waiting.put(delivery)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open, so that what does not wait can be handed out without asking. For the thread that
+        submits: only its own deliveries could change that."""
+        return self._num_open == 0
+
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what is open, for at most ``timeout_s`` seconds. Idempotent."""
         thread, self._thread = self._thread, None

@@ -98,7 +98,9 @@ class UniprocExecutor(Executor):
         except (WorkerError, EngineDeadError) as error:
             self._outputs.deliver(partial(future.set_exception, error), waits=False)
             return future
-        if isinstance(output, PendingOutput):
+        if not isinstance(output, PendingOutput) and self._outputs.is_idle:
+            future.set_result(output)
+        elif isinstance(output, PendingOutput):
             self._outputs.deliver(partial(self._wait, method, output, future), waits=True)
         else:
             self._outputs.deliver(partial(future.set_result, output), waits=False)

@@ -52,6 +52,7 @@ class StepPlan:
         appends_drafts: the model appends drafts inside the batch, so a row takes room for them besides its tokens.
         prefill_cap: the most new tokens of one request, None without a cap (R3.32).
         defers_prefills: running prefills wait for a later step (R3.43).
+        num_tokens: tokens of all rows so far.
     """
 
     step_id: int
@@ -61,6 +62,7 @@ class StepPlan:
     prefill_cap: int | None = None
     appends_drafts: bool = False
     defers_prefills: bool = False
+    num_tokens: int = 0
     rows: list[LiveRequest] = field(default_factory=list)
     slots: Int32Array = field(default_factory=lambda: EMPTY)
     computed: Int32Array = field(default_factory=lambda: EMPTY)
@@ -76,6 +78,7 @@ class StepPlan:
         return max(min(self.budget, self.input_budget - draft_slots), 0)
 
     def charge(self, num_tokens: int, draft_slots: int) -> None:
+        self.num_tokens += num_tokens
         self.budget -= num_tokens
         self.input_budget -= num_tokens + draft_slots
 
@@ -97,10 +100,9 @@ class StepPlan:
 
         ``draft_slots``: of all rows together.
         """
-        keep = counts > 0
         updates = _block_updates(len(requests), self.num_groups, grown)
-        if not keep.all():
-            chosen = np.flatnonzero(keep)
+        if not counts.all():
+            chosen = np.flatnonzero(counts)
             requests = [requests[i] for i in chosen.tolist()]
             slots, computed, counts = slots[chosen], computed[chosen], counts[chosen]
             updates = tuple(BlockUpdate(update.counts[chosen], update.ids) for update in updates)
@@ -122,8 +124,10 @@ class StepPlan:
         common_blocks: tuple[int, ...],
         blocks_to_zero: list[int],
         block_copies: list[tuple[int, int]],
+        *,
+        is_ahead: bool = True,
     ) -> SchedulerOutput:
-        """The finished record. Leaves all state as it is."""
+        """The finished record. Leaves all state as it is. ``is_ahead``: other steps are under way."""
         slots, computed, counts, updates = self.slots, self.computed, self.counts, self.updates
         if not updates:
             updates = _block_updates(0, self.num_groups, GrownRows())
@@ -134,7 +138,9 @@ class StepPlan:
             none = np.zeros(len(self.admitted), dtype=np.int32)
             updates = tuple(BlockUpdate(np.concatenate([u.counts, none]), u.ids) for u in updates)
         # Past the known tokens and the outputs under way come guesses (R3.52).
-        beyond = computed + counts - table.num_tokens[slots] - table.placeholders[slots]
+        beyond = computed + counts - table.num_tokens[slots]
+        if is_ahead:
+            beyond -= table.placeholders[slots]
         return SchedulerOutput(
             step_id=self.step_id,
             slots=slots,
@@ -149,7 +155,7 @@ class StepPlan:
             blocks_to_zero=_int32(blocks_to_zero) if blocks_to_zero else EMPTY,
             block_copies=np.asarray(block_copies, dtype=np.int32) if block_copies else None,
             num_common_prefix_blocks=common_blocks,
-            num_tokens=int(counts.sum()),
+            num_tokens=self.num_tokens,
             drafts=_drafts(table, slots, beyond) if table.uses_drafts else None,
             extensions={},
         )

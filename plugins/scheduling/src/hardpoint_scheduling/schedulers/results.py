@@ -13,8 +13,19 @@ def check_output(step: SchedulerOutput, output: RunnerOutput, alive: BoolArray) 
 
     A live row without the sample it owes would never be scheduled again, so it must not pass unnoticed.
     """
-    most = step.samples if step.drafts is None else step.samples + step.drafts.counts
     sampled = output.num_sampled
+    if step.drafts is not None or not bool((sampled == step.samples).all()):
+        _check_counts(step, sampled, alive)
+    if len(output.token_ids) != int(sampled.sum()):
+        raise RuntimeError(f"step {step.step_id}: {len(output.token_ids)} token ids for {int(sampled.sum())} samples")
+    if len(output.token_ids) and int(output.token_ids.min()) <= NO_TOKEN:
+        raise RuntimeError(f"step {step.step_id}: token id {int(output.token_ids.min())} is negative")
+    if output.drafts is not None:
+        _check_drafts(step, output.drafts)
+
+
+def _check_counts(step: SchedulerOutput, sampled: Int32Array, alive: BoolArray) -> None:
+    most = step.samples if step.drafts is None else step.samples + step.drafts.counts
     wrong = (sampled > most) | (alive & (sampled < step.samples))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
@@ -23,12 +34,6 @@ def check_output(step: SchedulerOutput, output: RunnerOutput, alive: BoolArray) 
             f"step {step.step_id}, slot {int(step.slots[row])}: {int(sampled[row])} tokens sampled, "
             f"{expected} expected; a row that cannot be computed must be reported as a failure"
         )
-    if len(output.token_ids) != int(sampled.sum()):
-        raise RuntimeError(f"step {step.step_id}: {len(output.token_ids)} token ids for {int(sampled.sum())} samples")
-    if len(output.token_ids) and int(output.token_ids.min()) <= NO_TOKEN:
-        raise RuntimeError(f"step {step.step_id}: token id {int(output.token_ids.min())} is negative")
-    if output.drafts is not None:
-        _check_drafts(step, output.drafts)
 
 
 def _check_drafts(step: SchedulerOutput, drafts: TokenUpdate) -> None:
@@ -54,4 +59,9 @@ def check_pooled(step: SchedulerOutput, output: RunnerOutput, due: BoolArray, po
 
 def sampled_rows(num_sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
     """Rows with one token, and rows with several."""
+    if num_sampled.max(initial=0) <= 1:
+        return num_sampled.nonzero()[0].astype(np.int32), _NONE
     return np.flatnonzero(num_sampled == 1).astype(np.int32), np.flatnonzero(num_sampled > 1).astype(np.int32)
+
+
+_NONE: Int32Array = np.zeros(0, dtype=np.int32)

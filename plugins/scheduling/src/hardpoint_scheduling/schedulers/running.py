@@ -137,7 +137,7 @@ class RunningLoop:
             self._distribute_with_drafts(work, start, plan)
             return
         wanted = work.wanted[start:]
-        left = plan.room(0) - int(work.counts[:start].sum())
+        left = plan.room(0) - (int(work.counts[:start].sum()) if start else 0)
         if int(wanted.sum()) > left:
             granted = np.minimum(np.cumsum(wanted, dtype=np.int64), left)
             wanted = np.diff(granted, prepend=0).astype(np.int32)
@@ -183,7 +183,10 @@ class RunningLoop:
         ends = work.computed[start:] + work.counts[start:]
         if state.extensions.lookahead:
             ends = self._with_lookahead(work, start, ends)
-        outgrown = np.flatnonzero((ends > table.capacity[work.slots[start:]]) & (work.counts[start:] > 0))
+        is_beyond = ends > table.capacity[work.slots[start:]]
+        if not is_beyond.any():
+            return None
+        outgrown = np.flatnonzero(is_beyond & (work.counts[start:] > 0))
         if not len(outgrown):
             return None
         positions = (outgrown + start).tolist()
@@ -227,10 +230,13 @@ class RunningLoop:
         if not kv.prefix_caching or not plan.rows:
             return
         size = kv.hash_block_size
-        ends = np.minimum(plan.computed + plan.counts, table.num_tokens[plan.slots])
-        full = np.flatnonzero(ends >= table.entered[plan.slots] + size)
-        if not len(full):
+        ends = plan.computed + plan.counts
+        if self._state.inflight or table.uses_drafts:
+            ends = np.minimum(ends, table.num_tokens[plan.slots])
+        is_full = ends - table.entered[plan.slots] >= size
+        if not is_full.any():
             return
+        full = np.flatnonzero(is_full)
         full = full[: _most_entered(len(plan.rows), int(np.count_nonzero(plan.updates[0].counts)), size)]
         requests, ends = [plan.rows[row] for row in full.tolist()], ends[full]
         hashes = hash_full_blocks(self._state.hasher, requests)

@@ -78,7 +78,6 @@ class BatchScheduler(Scheduler):
         self._end_overdue()
         self._lifecycle.release_held()
         self._remote.take_arrivals()
-        state.kv.begin_step()
         plan = self._start_plan()
         lacking = self._running.run(plan)
         if state.charges:
@@ -93,6 +92,7 @@ class BatchScheduler(Scheduler):
             self._num_common_blocks(plan),
             state.kv.take_blocks_to_zero(),
             state.kv.take_block_copies(),
+            is_ahead=bool(state.inflight),
         )
         if self._balance.enabled:
             self._balance.note(plan.step_id, was_full=plan.room(0) == 0)
@@ -101,7 +101,8 @@ class BatchScheduler(Scheduler):
             if state.encoder is not None and (inputs := state.encoder.build(plan.all_rows)) is not None:
                 step.extensions[ENCODER_INPUTS] = inputs
             state.fences.scheduled += 1
-            state.table.advance(step, state.fences.scheduled, state.decode_interval)
+            is_only = not state.inflight
+            state.table.advance(step, state.fences.scheduled, state.decode_interval, is_only=is_only)
             state.inflight.append(InflightStep(step, plan.all_rows))
             if state.expects_drafts:
                 self._expect_drafts(state.inflight[-1])

@@ -125,16 +125,21 @@ class SlotTable:
         through: BoolArray = self.pools[step.slots] & (ends >= self.num_tokens[step.slots])
         return through
 
-    def advance(self, step: SchedulerOutput, fence: int, decode_interval: int) -> None:
+    def advance(self, step: SchedulerOutput, fence: int, decode_interval: int, *, is_only: bool = False) -> None:
         """Count ``step`` as done, so that the next one can be planned before its output is there (R3.96).
 
         ``fence`` is the step's number; the next decode of a row that samples comes ``decode_interval`` steps later.
+        ``is_only``: no other step is under way, so there is nothing to add to.
         """
         slots, samples = step.slots, step.samples
         self.computed[slots] = step.num_computed_tokens + step.num_scheduled_tokens
-        self.in_flight[slots] += step.num_scheduled_tokens
-        self.owed[slots] += samples
-        self.placeholders[slots] += samples
+        if is_only:
+            self.in_flight[slots] = step.num_scheduled_tokens
+            self.owed[slots] = self.placeholders[slots] = samples
+        else:
+            self.in_flight[slots] += step.num_scheduled_tokens
+            self.owed[slots] += samples
+            self.placeholders[slots] += samples
         self.last_step[slots] = fence
         if decode_interval > 1:
             self.next_decode_step[slots[samples]] = step.step_id + decode_interval
@@ -143,11 +148,18 @@ class SlotTable:
         if self.uses_drafts:
             self.num_drafts[slots] = 0
 
-    def settle(self, step: SchedulerOutput, alive: BoolArray, num_sampled: Int32Array) -> None:
+    def settle(
+        self, step: SchedulerOutput, alive: BoolArray, num_sampled: Int32Array, *, is_plain: bool = False
+    ) -> None:
         """The output of ``step`` is back for the rows in ``alive``: undo what :meth:`advance` assumed too much.
 
-        A refused draft lowers what is computed (R3.81).
+        A refused draft lowers what is computed (R3.81). ``is_plain``: all rows are alive, none has drafts, and no
+        other step is under way.
         """
+        if is_plain:
+            for column in (self.in_flight, self.owed, self.placeholders):
+                column[step.slots] = 0
+            return
         rows = slice(None) if alive.all() else alive
         slots, samples = step.slots[rows], step.samples[rows]
         self.in_flight[slots] -= step.num_scheduled_tokens[rows]

@@ -48,20 +48,23 @@ class OutputUpdate:
     def apply(self, step: SchedulerOutput, output: RunnerOutput) -> list[EngineOutput]:
         """Raises ``RuntimeError`` when the output does not belong to the oldest step or misses a row's sample."""
         entry = self._oldest(step, output)
-        # Before blocks of requests that ended meanwhile become free: what a failed row wrote must not be found.
-        self._distrust(entry, output)
+        if output.failures:
+            # Before blocks of requests that ended meanwhile become free: what a failed row wrote must not be found.
+            self._distrust(entry, output)
         self._lifecycle.release_due()
-        outputs = self._fail_rows(entry, output)
+        outputs = self._fail_rows(entry, output) if output.failures else []
         table = self._state.table
         alive = table.generation[step.slots] == step.generations
+        all_alive = bool(alive.all())
         check_output(step, output, alive)
-        table.settle(step, alive, output.num_sampled)
+        is_plain = all_alive and step.drafts is None and not self._state.inflight
+        table.settle(step, alive, output.num_sampled, is_plain=is_plain)
         result = _Result(entry, output, alive, by_row(output.logprobs))
         if output.prompt_logprobs is not None:
             self._collect_prompt_logprobs(entry, output, alive)
         if table.num_pooling or output.pooled:
             outputs.extend(self._end_pooled(result))
-        if alive.all():
+        if all_alive:
             single, several = sampled_rows(output.num_sampled)
         else:
             single, several = sampled_rows(np.where(alive, output.num_sampled, 0))
@@ -79,7 +82,8 @@ class OutputUpdate:
         if not inflight or inflight[0].step.step_id != step.step_id:
             expected = inflight[0].step.step_id if inflight else "none"
             raise RuntimeError(f"step {step.step_id} is updated, but the oldest step under way is {expected}")
-        if output.step_id != step.step_id or not np.array_equal(output.slots, step.slots):
+        has_rows = output.slots is step.slots or np.array_equal(output.slots, step.slots)
+        if output.step_id != step.step_id or not has_rows:
             raise RuntimeError(f"the output of step {output.step_id} does not have the rows of step {step.step_id}")
         return inflight.popleft()
 
@@ -128,11 +132,14 @@ class OutputUpdate:
         for request, token in zip(requests, token_list, strict=True):
             request.append(token)
         outputs = [EngineOutput(r.request_id, [t]) for r, t in zip(requests, token_list, strict=True)]
-        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        stopped &= lengths > table.stops_after[slots]
-        special = np.flatnonzero(stopped | (lengths >= table.limit[slots]) | table.detail[slots])
+        is_special = (lengths >= table.limit[slots]) | table.detail[slots]
+        is_stop = table.stop_ids[slots] == tokens[:, None]
+        if is_stop.any():
+            is_special |= is_stop.any(axis=1) & (lengths > table.stops_after[slots])
+        if not is_special.any():
+            return outputs
         ended: list[tuple[LiveRequest, FinishReason]] = []
-        for i in special.tolist():
+        for i in np.flatnonzero(is_special).tolist():
             request = requests[i]
             outputs[i] = self._detailed_output(request, token_list[i : i + 1], result.logprobs.get(int(rows[i])), ended)
         self._lifecycle.end_all(ended)
