@@ -1,0 +1,1 @@
+"""The kernels, each module with its launchers. Importing a module here imports Triton."""
