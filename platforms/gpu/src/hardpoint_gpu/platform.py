@@ -6,12 +6,14 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
 from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Platform, ThreadPlan
 from hardpoint_gpu import memory
+from hardpoint_gpu.described import DescribedDevices, facts_of
 from hardpoint_gpu.examination import link_table, visible_devices
 from hardpoint_gpu.inventory import DeviceLibrary, GpuFacts, Inventory, LibraryFault, LibraryMissing
 from hardpoint_gpu.settings import GpuOptions, fill_settings
@@ -30,6 +32,8 @@ class GpuPlatform(Platform):
     the process's own) can be fabricated.
 
     Attributes:
+        architecture_prefix: what names of the devices' architectures begin with.
+        example: a device of this kind as people describe one.
         devices: ids of the devices under the masks that were set when the platform was made.
         bound: the visible ordinal that :meth:`init_worker` bound this process to, or None.
     """
@@ -38,6 +42,8 @@ class GpuPlatform(Platform):
     dispatch_key: ClassVar[str] = "CUDA"
     cluster_resource_key: ClassVar[str] = "GPU"
     collective_backend: ClassVar[str] = "nccl"
+    architecture_prefix: ClassVar[str] = "sm_"
+    example: ClassVar[str] = "cuda sm_90 80GiB"
     kernel_candidates: ClassVar[Mapping[str, Sequence[str]]] = {
         seam: (f"triton_{seam}",)
         for seam in ("silu_and_mul", "rms_norm", "add_rms_norm", "rotary_embedding", "top_k_top_p")
@@ -48,9 +54,10 @@ class GpuPlatform(Platform):
     ) -> None:
         self.options = options
         self.library = library
+        # Before the map, which may ask for it.
+        self._inventory: Inventory | None = None
         self.devices: DeviceMap = self.device_map(os.environ if environment is None else environment)
         self.bound: VisibleDevice | None = None
-        self._inventory: Inventory | None = None
 
     def device_map(self, environment: Mapping[str, str], assigned: Sequence[PhysicalDevice] | None = None) -> DeviceMap:
         return DeviceMap(self.visibility_variable, environment, assigned, self._number_of)
@@ -78,6 +85,18 @@ class GpuPlatform(Platform):
             memory_bytes=found.memory_bytes,
             features=self.features(found),
         )
+
+    def with_device(self, device: DeviceDescription, count: int) -> GpuPlatform:
+        """This platform on a host that has ``count`` such devices and no others, for decisions about what is not here.
+
+        Raises ``ConfigError`` for a description without architecture or memory.
+        """
+        made = copy(self)
+        form = {"architecture_prefix": self.architecture_prefix, "example": self.example}
+        made.library = DescribedDevices(tuple(facts_of(device, number, **form) for number in range(count)))
+        made._inventory = None
+        made.devices = made.device_map({})
+        return made
 
     @abstractmethod
     def features(self, device: GpuFacts) -> frozenset[str]:

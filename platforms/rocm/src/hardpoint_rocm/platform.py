@@ -123,6 +123,8 @@ class RocmPlatform(GpuPlatform):
 
     kind: ClassVar[PlatformKind] = PlatformKind.ROCM
     name: ClassVar[str] = "rocm"
+    architecture_prefix: ClassVar[str] = "gfx"
+    example: ClassVar[str] = "rocm gfx942 192GiB"
     visibility_variable: ClassVar[str] = MASK
     mask_suppressing_variables: ClassVar[Sequence[str]] = ("RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",)
     extra_environment: ClassVar[Sequence[str]] = (LOWER_MASK, OTHER_MASK, "HSA_OVERRIDE_GFX_VERSION", "LD_LIBRARY_PATH")
