@@ -131,12 +131,14 @@ def test_layers_may_interleave_in_memory(kv_heads: int, layers: int) -> None:
     assert_equal(output, dense_attention(problem)[0])
 
 
-def test_a_layout_without_whole_pages_is_refused() -> None:
-    """P5.2: not silent garbage."""
-    problem = make_problem(AttentionShape(), [(9, 1)])
-    wrong = problem.kv_cache().transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.raises(ValueError, match="not whole pages per head"):
-        run_backend(BACKEND, problem, wrong)
+@pytest.mark.parametrize(
+    "features", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"}], ids=str
+)
+def test_heads_may_interleave_in_memory(features: dict[str, str]) -> None:
+    """R5.41, P5.2: pages that are not contiguous are read by their strides, and written by them."""
+    problem = make_problem(AttentionShape(kv_cache_dtype=stored), [(9, 1), (0, 20), (5, 3)])
+    cache = problem.kv_cache().transpose(1, 2).contiguous().transpose(1, 2)
+    assert_equal(run_backend(BACKEND, problem, cache), dense_attention(problem)[0])
 
 
 def test_the_layers_window_wins_over_the_groups() -> None:

@@ -36,37 +36,53 @@ class Workspace:
 
 
 class LayerCache:
-    """A cache [blocks, K, B, W] as rows of one head's page each. ``scales``: of keys and of values, float32 [1] or [K].
+    """A cache [blocks, K, B, W] as pages, one per block and head. ``scales`` of keys and of values: float32 [1] or [K].
 
     The dtype tells how it is stored: float8 divided by ``scales``; int8 with scales behind each entry; others as they
     are. Latent layers (MLA) cache no values, which are the first entries of the keys.
 
-    Raises ``ValueError`` for strides that are not whole pages, and ``TypeError`` for other dtypes.
+    Block b, head k is page ``b * pages_per_block + k``. Strides may be any; where pages are contiguous and evenly
+    spaced, gathering them is fastest. Raises ``TypeError`` for other dtypes.
     """
 
     def __init__(
         self, kv_cache: torch.Tensor, head_size: int, scales: Sequence[torch.Tensor | None] = (None, None)
     ) -> None:
-        num_blocks, self.num_kv_heads, block_size, self.width = kv_cache.shape
+        _, self.num_kv_heads, block_size, self.width = kv_cache.shape
         self.dtype = kv_cache.dtype
         self.head_size = head_size
         self._scales = scales
         self.page_size = block_size * self.width
         self.page_bytes = self.page_size * kv_cache.element_size()
-        self.pages_per_block = self.num_kv_heads if num_blocks == 1 else kv_cache.stride(0) // self.page_size
-        expected = (self.pages_per_block * self.page_size, self.page_size, self.width, 1)
-        # The stride of a dimension of size one means nothing (R5.42).
-        real = zip(kv_cache.shape, kv_cache.stride(), expected, strict=True)
-        if any(stride != wanted for size, stride, wanted in real if size > 1):
-            raise ValueError(
-                f"KV cache strides {kv_cache.stride()} of shape {tuple(kv_cache.shape)} are not whole pages per head; "
-                "expected [blocks, heads, block size, content] with contiguous blocks at a multiple of a page"
-            )
         if not self.dtype.is_floating_point and self.dtype is not torch.int8:
             raise TypeError(f"no way to read a KV cache of {self.dtype} is known; choose another --kv-cache-dtype")
-        rows = (num_blocks - 1) * self.pages_per_block + self.num_kv_heads
         self._cache = kv_cache
-        self._pages = _as_copyable(kv_cache).as_strided((rows, self.page_size), (self.page_size, 1))
+        self.pages_per_block = self.num_kv_heads
+        self._pages = self._contiguous_pages()
+
+    def _contiguous_pages(self) -> torch.Tensor | None:
+        """[pages, page size] over the same memory, if pages lie so; sets how many of them a block is apart."""
+        cache = self._cache
+        num_blocks, kv_heads, _, width = cache.shape
+        apart = kv_heads if num_blocks == 1 else cache.stride(0) // self.page_size
+        expected = (apart * self.page_size, self.page_size, width, 1)
+        # The stride of a dimension of size one means nothing (R5.42).
+        real = zip(cache.shape, cache.stride(), expected, strict=True)
+        if any(stride != wanted for size, stride, wanted in real if size > 1):
+            return None
+        self.pages_per_block = apart
+        rows = (num_blocks - 1) * apart + kv_heads
+        return _as_copyable(cache).as_strided((rows, self.page_size), (self.page_size, 1))
+
+    def _gathered(self, pages: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """[pages * B, W]."""
+        if self._pages is None:
+            blocks = torch.div(pages, self.num_kv_heads, rounding_mode="floor")
+            picked = _as_copyable(self._cache)[blocks, pages - blocks * self.num_kv_heads]
+            return picked.view(-1, self.width)
+        scratch = workspace.take(pages.shape[0], self.page_size, self._pages.dtype)
+        torch.index_select(self._pages, 0, pages, out=scratch)
+        return scratch.view(-1, self.width)
 
     @property
     def is_quantized(self) -> bool:
@@ -90,9 +106,7 @@ class LayerCache:
         pages = group.pages
         if pages is None:
             raise RuntimeError("a group without pages has nothing in the cache")
-        scratch = workspace.take(pages.shape[0], self.page_size, self._pages.dtype)
-        torch.index_select(self._pages, 0, pages, out=scratch)
-        entries = scratch.view(-1, self.width)
+        entries = self._gathered(pages, workspace)
         if group.stale is not None:
             entries.index_fill_(0, group.stale, 0)
         states = entries.view(group.num_rows, self.num_kv_heads, -1, self.width)[:, :, : group.num_keys]
