@@ -131,10 +131,8 @@ def test_layers_may_interleave_in_memory(kv_heads: int, layers: int) -> None:
     assert_equal(output, dense_attention(problem)[0])
 
 
-@pytest.mark.parametrize(
-    "features", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"}], ids=str
-)
-def test_heads_may_interleave_in_memory(features: dict[str, str]) -> None:
+@pytest.mark.parametrize("stored", [None, "fp8", "int8_per_token_head"])
+def test_heads_may_interleave_in_memory(stored: str | None) -> None:
     """R5.41, P5.2: pages that are not contiguous are read by their strides, and written by them."""
     problem = make_problem(AttentionShape(kv_cache_dtype=stored), [(9, 1), (0, 20), (5, 3)])
     cache = problem.kv_cache().transpose(1, 2).contiguous().transpose(1, 2)
