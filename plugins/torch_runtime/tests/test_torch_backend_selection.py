@@ -258,7 +258,7 @@ class TestChoice:
             return good
 
         choice = chosen(create, ["gone", "good"], need)
-        assert choice.refused == (("gone", "no attention_backend plugin 'gone'"),)
+        assert choice.refused == (("gone", "it is not installed"),)
         with pytest.raises(PluginNotFoundError):
             chosen(create, ["good"], need, forced="gone")
         told = AttentionSelector(create, ["good"], forced="gone").examine({need: ()})

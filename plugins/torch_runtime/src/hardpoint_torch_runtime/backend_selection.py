@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hardpoint.errors import ConfigError, PluginError
+from hardpoint.errors import ConfigError, PluginError, PluginNotFoundError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed, BlockSizeRule
 from hardpoint_torch_runtime.attention_needs import bare_need, describe_need, layer_needs
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
@@ -143,7 +143,7 @@ class AttentionSelector:
         except PluginError as error:
             if self._forced is not None:
                 raise
-            return str(error)
+            return "it is not installed" if isinstance(error, PluginNotFoundError) else str(error)
         reasons = dict.fromkeys(_refusals(backend, needs))
         return "; ".join(reasons) or None
 

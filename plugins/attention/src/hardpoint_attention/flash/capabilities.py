@@ -63,6 +63,8 @@ def preferred_generations(device: DeviceDescription) -> tuple[int, ...]:
     """Generations whose kernels run on the device, the best first."""
     if device.capability is None:
         return ()
+    if "rocm" in device.features:  # which the framework calls by CUDA's name; only this generation is made for it
+        return (2,)
     major = device.capability[0]
     by_major = {8: (2,), 9: (3, 4, 2), 10: (4, 2), 11: (4, 2), 12: (2,)}
     return by_major.get(major, (2,) if major > 12 else ())
