@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FlashDouble", "Recorded"]
+__all__ = ["FlashDouble", "KeyRow", "Recorded", "Seen", "attend", "fresh_rows"]
 
 STALE = 1e4
 """What a thread block that acts on a left-over schedule entry writes."""
@@ -32,7 +32,7 @@ class Recorded:
 
 
 @dataclass(slots=True)
-class _Row:
+class KeyRow:
     """One row of a call: keys and values [S, K, D] in float64, and which of them each query sees."""
 
     number: int
@@ -127,11 +127,11 @@ class FlashDouble:
         _require(q.dtype == k.dtype == v.dtype, "one dtype")
         lens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         rows = _paged_rows(cu_seqlens_q, k, v, lens, block_table) if block_table is not None else None
-        out, lse = _attend(
+        out, lse = attend(
             q,
-            rows or _fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v),
+            rows or fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v),
             softmax_scale,
-            _Seen(causal, window_size),
+            Seen(causal, window_size),
             softcap,
             slopes=alibi_slopes,
         )
@@ -165,8 +165,8 @@ class FlashDouble:
     ) -> Any:
         self._record("flash_attn_varlen_func.3", locals())
         _require_aligned(q, k, v)
-        rows = _fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v)
-        out, lse = _attend(q, rows, softmax_scale, _Seen(causal, window_size, attention_chunk), softcap)
+        rows = fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v)
+        out, lse = attend(q, rows, softmax_scale, Seen(causal, window_size, attention_chunk), softcap)
         return (out, lse) if return_attn_probs else out
 
     def _with_kvcache_3(self) -> Callable[..., Any]:
@@ -210,8 +210,8 @@ class FlashDouble:
             _require_aligned(q, k_cache, v_cache)
             _require_descale(k_descale, page_table, k_cache)
             rows = _paged_rows(cu_seqlens_q, k_cache, v_cache, cache_seqlens, page_table, k_descale, v_descale)
-            seen = _Seen(causal, window_size, attention_chunk)
-            result, lse = _attend(q, rows, softmax_scale, seen, softcap, out=out)
+            seen = Seen(causal, window_size, attention_chunk)
+            result, lse = attend(q, rows, softmax_scale, seen, softcap, out=out)
             if scheduler_metadata is not None:
                 _act_on_schedule(scheduler_metadata, page_table.shape[0], result)
             return (result, lse) if return_softmax_lse else result
@@ -279,14 +279,14 @@ class FlashDouble:
             _require(learnable_sink is None or learnable_sink.dtype == torch.bfloat16, "sinks in bfloat16")
             _require_aligned(q, k, v)
             # The built-in options cut a mask short (P5.4).
-            seen = _Seen(causal, tuple(-1 if side is None else side for side in window_size), 0, mask_mod, aux_tensors)
+            seen = Seen(causal, tuple(-1 if side is None else side for side in window_size), 0, mask_mod, aux_tensors)
             if page_table is not None:
                 rows = _paged_rows(cu_seqlens_q, k, v, seqused_k, page_table, k_descale, v_descale)
             elif cu_seqlens_q is None or cu_seqlens_k is None:
                 raise ValueError("this double takes rows of different lengths only")
             else:
-                rows = _fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v)
-            result, lse = _attend(q, rows, softmax_scale, seen, softcap, sinks=learnable_sink, out=out)
+                rows = fresh_rows(cu_seqlens_q, cu_seqlens_k, k, v)
+            result, lse = attend(q, rows, softmax_scale, seen, softcap, sinks=learnable_sink, out=out)
             return result, lse if return_lse else None
 
         return flash_attn_varlen_func if self.with_out else _without_out(flash_attn_varlen_func)
@@ -305,7 +305,7 @@ class FlashDouble:
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     causal: bool
     window: tuple[int, ...]
     chunk: int = 0
@@ -338,11 +338,11 @@ class _Seen:
         return torch.stack(lines) if lines else torch.zeros(0, keys, dtype=torch.bool)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
-    rows: list[_Row],
+    rows: list[KeyRow],
     scale: float | None,
-    seen: _Seen,
+    seen: Seen,
     softcap: float,
     *,
     slopes: torch.Tensor | None = None,
@@ -376,11 +376,11 @@ def _attend(
     return result, lse
 
 
-def _fresh_rows(cu_q: torch.Tensor, cu_k: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[_Row]:
+def fresh_rows(cu_q: torch.Tensor, cu_k: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[KeyRow]:
     rows = []
     for row in range(len(cu_q) - 1):
         step = slice(int(cu_k[row]), int(cu_k[row + 1]))
-        rows.append(_Row(row, slice(int(cu_q[row]), int(cu_q[row + 1])), k[step].double(), v[step].double()))
+        rows.append(KeyRow(row, slice(int(cu_q[row]), int(cu_q[row + 1])), k[step].double(), v[step].double()))
     return rows
 
 
@@ -392,7 +392,7 @@ def _paged_rows(
     table: torch.Tensor | None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-) -> list[_Row]:
+) -> list[KeyRow]:
     assert cu_q is not None
     assert lens is not None
     assert table is not None
@@ -408,7 +408,7 @@ def _paged_rows(
             keys = keys * k_descale[row].double()[None, :, None]
         if v_descale is not None:
             values = values * v_descale[row].double()[None, :, None]
-        rows.append(_Row(row, slice(int(cu_q[row]), int(cu_q[row + 1])), keys, values))
+        rows.append(KeyRow(row, slice(int(cu_q[row]), int(cu_q[row + 1])), keys, values))
     return rows
 
 
