@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.interfaces.attention import AttentionBackend, AttentionLayerParams, AttentionNeed, BlockSizeRule
+from hardpoint.interfaces.attention import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionLayerParams,
+    AttentionNeed,
+    BlockSizeRule,
+    CommonAttentionMetadata,
+)
 from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.testing.suite_runner import run_suite
 from hardpoint_testing_torch import (
+    AttentionBackendConformance,
     AttentionBackendSuite,
     AttentionProblem,
     AttentionShape,
@@ -25,7 +33,7 @@ from hardpoint_testing_torch import (
 SOUND: PluginDeclaration = PluginDeclaration(
     "attention_backend",
     probe=lambda: ProbeResult(ProbeStatus.AVAILABLE, "there is a CPU"),
-    capabilities={"block_sizes": {"multiple_of": 1}, "returns_lse": False},
+    capabilities={"block_sizes": {"multiple_of": 1}, "returns_lse": True},
 )
 
 
@@ -41,6 +49,7 @@ class PlainSuite(AttentionBackendSuite):
         return SOUND
 
 
+@pytest.mark.slow
 class TestPlainBackend(PlainSuite):
     pass
 
@@ -80,8 +89,8 @@ class WritesPadding(PlainAttention):
 
 
 class NotCausal(PlainAttention):
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
-        return super().attend(query, keys, values, False)
+    def is_causal(self, metadata: CommonAttentionMetadata, row: int) -> bool:
+        return False
 
 
 class KeepsValuesOfLatents(PlainAttention):
@@ -146,7 +155,16 @@ class TakesOtherBlocks(PlainAttentionBackend):
 
 
 class KeepsALogSumExp(PlainAttentionBackend):
-    returns_lse = True
+    returns_lse = False
+
+
+class PromisesALogSumExp(KeepsALogSumExp):
+    """To whom it asks by a need."""
+
+
+class SaysNothingOfCrossing(PlainAttentionBackend):
+    def refuse(self, need: AttentionNeed) -> str | None:
+        return "" if need.kind is AttentionKind.ENCODER_DECODER else super().refuse(need)
 
 
 BACKEND_FAULTS = {
@@ -156,6 +174,8 @@ BACKEND_FAULTS = {
     ChangesItsMind: "test_rare_needs_get_an_answer",
     TakesOtherBlocks: "test_it_declares_the_block_sizes_it_takes",
     KeepsALogSumExp: "test_it_declares_what_it_can_do",
+    PromisesALogSumExp: "test_who_accepts_the_need_declares_it",
+    SaysNothingOfCrossing: "test_rare_needs_get_an_answer",
 }
 PROBES = {
     "broken": lambda: ProbeResult(ProbeStatus.BROKEN, "the library is of another version"),
@@ -195,12 +215,8 @@ def test_a_false_promise_of_batch_invariance_fails() -> None:
     """L12.20."""
 
     class Leaking(PlainAttention):
-        def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
-            return super().attend(query, keys, values, causal) * (1 + 1e-6 * self.rows)
-
         def forward(self, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-            self.rows = rest[3].num_rows
-            return super().forward(query, *rest)
+            return super().forward(query, *rest).mul_(1 + 1e-6 * rest[3].num_rows)
 
     class Promising(PlainAttentionBackend):
         impl = Leaking
@@ -232,6 +248,10 @@ def test_the_oracle_agrees_with_torch_on_a_plain_prompt() -> None:
         is_causal=True,
     )
     torch.testing.assert_close(dense_attention(problem)[0].float(), expected[0].transpose(0, 1))
+
+
+def test_the_issues_name_is_the_same_class() -> None:
+    assert AttentionBackendConformance is AttentionBackendSuite
 
 
 def test_problems_are_what_they_say() -> None:

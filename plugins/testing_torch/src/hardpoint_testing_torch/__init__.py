@@ -4,7 +4,7 @@ from hardpoint_testing_torch.attention_oracle import dense_attention, visible_ke
 from hardpoint_testing_torch.attention_problems import AttentionProblem, make_problem, run_backend
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_storage import StoredStates
-from hardpoint_testing_torch.attention_suite import AttentionBackendSuite
+from hardpoint_testing_torch.attention_suite import AttentionBackendConformance, AttentionBackendSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
@@ -23,12 +23,14 @@ from hardpoint_testing_torch.parity_report import ModeResult, ParityReport, Verd
 from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
 from hardpoint_testing_torch.quantization_suite import QuantizationSuite
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader, TensorLoader, weight_tensor
+from hardpoint_testing_torch.step_buffers import HostBlind, StepBuffers
 from hardpoint_testing_torch.tiny_models import ModelCheckpoint, TinyModel, make_tiny_model, model_info
 from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
 from hardpoint_testing_torch.worker_suite import WorkerSuite
 
 __all__ = [
     "MODES",
+    "AttentionBackendConformance",
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
@@ -38,6 +40,7 @@ __all__ = [
     "FakeStreams",
     "FixedShapeAttention",
     "FixedShapeBackend",
+    "HostBlind",
     "KernelOverrideSuite",
     "KernelProblem",
     "LinearBench",
@@ -54,6 +57,7 @@ __all__ = [
     "PromisingExecutor",
     "QuantizationSuite",
     "StateDictLoader",
+    "StepBuffers",
     "StoredStates",
     "TensorLoader",
     "TinyModel",

@@ -98,9 +98,9 @@ class StoredStates:
         return cache
 
 
-def _factor(scale: torch.Tensor | None) -> torch.Tensor:
+def _factor(scale: torch.Tensor | None) -> torch.Tensor | float:
     """Broadcasts over [T, K, D]."""
-    return torch.ones(1, 1) if scale is None else scale.float().reshape(-1, 1)
+    return 1.0 if scale is None else scale.float().reshape(-1, 1)
 
 
 def _cast(states: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hardpoint.interfaces.attention import (
+    AttentionBackend,
     AttentionKind,
     AttentionMetadataBuilder,
     AttentionNeed,
@@ -19,7 +20,7 @@ from hardpoint.interfaces.attention import (
     GraphSupport,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec
-from hardpoint_testing_torch.plain_attention import PlainAttention, PlainAttentionBackend
+from hardpoint_testing_torch.plain_attention import DTYPES, PlainAttention, PlainAttentionBackend
 
 __all__ = ["FixedShapeAttention", "FixedShapeBackend", "PassingBuilder"]
 
@@ -85,6 +86,8 @@ class FixedShapeBackend(PlainAttentionBackend):
     """``builders`` are those made so far. Only decoders' own masks are known: full attention and windows."""
 
     name = "fixed_shape"
+    returns_lse = False
+    known_needs = AttentionBackend.known_needs
     impl = FixedShapeAttention
 
     def __init__(self, graph_support: GraphSupport = GraphSupport.UNIFORM_BATCH) -> None:
@@ -98,6 +101,7 @@ class FixedShapeBackend(PlainAttentionBackend):
 
     def refuse(self, need: AttentionNeed) -> str | None:
         odd = need.uses_mla or need.uses_alibi or need.uses_sinks or need.logits_soft_cap is not None
+        odd = odd or need.kv_cache_dtype not in DTYPES
         if odd or need.kind is not AttentionKind.DECODER:
             return "attention of a fixed shape serves plain decoders and windows"
         return super().refuse(need)

@@ -1,6 +1,7 @@
-"""The shortest correct paged attention: row by row in float32. Kits run models over it where no backend is under test.
+"""The shortest correct paged attention: row by row in float32. Kits run models over it where no backend is under test,
+and it is what the mutants of the attention rules are made of.
 
-Legend: H query heads, K KV heads, D head size, V size of a head's values; q query tokens of a row, k visible tokens.
+Legend: H query heads, K KV heads, D head size, V size of a head's values; q query tokens of a row, k keys of it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from hardpoint.interfaces.attention import (
     CommonAttentionMetadata,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec
+from hardpoint_testing_torch.attention_storage import StoredStates
 
 __all__ = ["PlainAttention", "PlainAttentionBackend"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8_per_token_head"}
+"""Caches by the dtype of their elements."""
 
 
 class PlainBuilder(AttentionMetadataBuilder):
@@ -36,7 +40,7 @@ class PlainBuilder(AttentionMetadataBuilder):
 
 
 class PlainAttention(AttentionImpl):
-    """Decoders and encoders, with windows, soft caps, ALiBi and sinks; latents too, which hold values in keys."""
+    """All that the interface has words for, but for sparse attention and contexts dealt out among ranks."""
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
@@ -52,81 +56,154 @@ class PlainAttention(AttentionImpl):
     ) -> torch.Tensor:
         if metadata is None:
             return output.zero_()
-        starts = metadata.query_start_loc_cpu
-        for row in range(metadata.num_rows):
-            step = slice(int(starts[row]), int(starts[row + 1]))
-            if kv_cache is None:
-                keys, values = key[step], value[step]
-            else:
-                states, size = self.stored(kv_cache, metadata, row), self.params.head_size
-                is_latent = states.shape[-1] == size
-                keys, values = states[..., :size], states[..., : value.shape[-1]] if is_latent else states[..., size:]
-            output[step] = self.attend(query[step].float(), keys.float(), values.float(), metadata.causal)
+        self._rows(query, (key, value), kv_cache, metadata, output)
         return output
 
+    def forward_with_lse(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nothing = output[:0]
+        return output, self._rows(query, (nothing, nothing), kv_cache, metadata, output)
+
+    def _rows(
+        self,
+        query: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor],
+        cache: torch.Tensor | None,
+        metadata: CommonAttentionMetadata,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Fills ``output`` and returns the log-sum-exp float32 [T, H]."""
+        starts, num_keys = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
+        first_key = 0
+        for row in range(metadata.num_rows):
+            step = slice(int(starts[row]), int(starts[row + 1]))
+            if cache is not None:
+                keys, values = self.read(self.stored(cache, metadata, row), output.shape[-1])
+            else:
+                fresh = slice(first_key, first_key := first_key + int(num_keys[row]))
+                keys, values = states[0][fresh], states[1][fresh]
+            visible = self.visible(metadata, row, step.stop - step.start, len(keys)).to(query.device)
+            answer = self.attend(query[step].float(), keys.float(), values.float(), visible)
+            output[step], lse[step] = answer[0].to(output.dtype), answer[1]
+        return lse
+
     def stored(self, cache: torch.Tensor, metadata: Any, row: int) -> torch.Tensor:
-        """Keys and values [k, K, D + V], or latents [k, 1, D], of everything the row may see."""
+        """What the cache holds [k, K, width] of everything the row may see."""
         length = int(metadata.seq_lens_cpu[row])
         blocks = metadata.block_table[row, : -(-length // metadata.block_size)].long()
-        return cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
+        by_token = _as_bytes(cache)[blocks].transpose(1, 2).flatten(0, 1)[:length]
+        return by_token.view(cache.dtype)
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
-        """[q, H, V] of one row whose queries are the last of its tokens."""
+    def read(self, stored: torch.Tensor, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [k, K, D] and values [k, K, V]. Latents hold the latter in the former."""
+        return self.stored_as(stored, value_size).decode(stored, self.params.head_size)
+
+    def stored_as(self, states: torch.Tensor, value_size: int) -> StoredStates:
+        """How a cache of these states keeps keys and values."""
+        params = self.params
+        name = QUANTIZED.get(states.dtype, str(states.dtype).removeprefix("torch."))
+        is_latent = states.shape[-1] == params.head_size
+        return StoredStates(name, params.key_scale, params.value_scale, value_size if is_latent else None)
+
+    def visible(self, metadata: CommonAttentionMetadata, row: int, num_queries: int, num_keys: int) -> torch.Tensor:
+        """Bool [q, k] of one row whose queries are the last of its tokens."""
+        params = self.params
+        if params.kind is AttentionKind.ENCODER_DECODER:
+            return torch.ones(num_queries, num_keys, dtype=torch.bool)
+        queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
+        keys = torch.arange(num_keys)
+        is_causal = self.is_causal(metadata, row)
+        distance = queries - keys if is_causal else (queries - keys).abs()
+        visible = (distance >= 0) & self.near(distance, keys, metadata, row)
+        if params.chunk_size is not None:
+            visible &= queries // params.chunk_size == keys // params.chunk_size
+        for begin, end in metadata.mm_ranges[row] if metadata.mm_ranges is not None else ():
+            visible |= (begin <= queries) & (queries < end) & (begin <= keys) & (keys < end)
+        return visible
+
+    def is_causal(self, metadata: CommonAttentionMetadata, row: int) -> bool:
+        if isinstance(metadata.causal, bool):
+            return metadata.causal
+        return bool(metadata.causal[row] if metadata.row_causal_cpu is None else metadata.row_causal_cpu[row])
+
+    def near(
+        self, distance: torch.Tensor, keys: torch.Tensor, metadata: CommonAttentionMetadata, row: int
+    ) -> torch.Tensor:
+        """What the window leaves, if there is one."""
+        window = self.params.sliding_window
+        if window is None:
+            return torch.ones_like(distance, dtype=torch.bool)
+        if self.params.keeps_prompt and metadata.prompt_lens_cpu is not None:
+            return (distance < window) | (keys < int(metadata.prompt_lens_cpu[row]))
+        return distance < window
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[q, H, V] and the log-sum-exp [q, H] of one row."""
         params = self.params
         group = params.num_heads // params.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * params.scale
         if params.logits_soft_cap is not None:
             scores = params.logits_soft_cap * torch.tanh(scores / params.logits_soft_cap)
-        positions = torch.arange(len(keys) - len(query), len(keys), device=query.device)
-        distance = positions[:, None] - torch.arange(len(keys), device=query.device)[None]
         if params.alibi_slopes is not None:
             slopes = torch.tensor(tuple(params.alibi_slopes), device=query.device)
-            scores = scores - slopes[:, None, None] * distance
-        hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-        if params.sliding_window is not None:
-            hidden = hidden | (distance.abs() >= params.sliding_window)
-        scores = scores.masked_fill(hidden, -torch.inf)
+            places = torch.arange(len(keys), device=query.device)
+            scores = scores - slopes[:, None, None] * (places[len(keys) - len(query) :, None] - places)
+        scores = scores.masked_fill(~visible, -torch.inf)
         if params.sinks is not None:
-            sink = params.sinks.float()[:, None, None].expand(-1, len(query), 1)
-            weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
-        else:
-            weights = torch.softmax(scores, dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
+            scores = torch.cat((scores, params.sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+            values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
+        lse = torch.logsumexp(scores, dim=-1)
+        # Zero where a query sees nothing.
+        weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)), lse.transpose(0, 1)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         real = (slot_mapping >= 0).nonzero().flatten()
-        slots = slot_mapping[real]
-        is_latent = kv_cache.shape[-1] == key.shape[-1]
-        states = key[real] if is_latent else torch.cat((key[real], value[real]), dim=-1)
-        states = states.to(kv_cache.dtype)
-        kv_cache.transpose(1, 2)[slots // kv_cache.shape[2], slots % kv_cache.shape[2]] = states
+        slots, size = slot_mapping[real], kv_cache.shape[2]
+        states = self.stored_as(kv_cache, value.shape[-1]).encode(key[real], value[real])
+        _as_bytes(kv_cache).transpose(1, 2)[slots // size, slots % size] = _as_bytes(states)
 
 
 class PlainAttentionBackend(AttentionBackend):
     """``impl`` is replaced by mutants."""
 
     name = "plain"
+    returns_lse = True
+    known_needs = AttentionBackend.known_needs | {
+        *("chunk_size", "keeps_prompt", "uses_mm_prefix", "uses_row_causality", "per_head_scales", "needs_lse")
+    }
     impl: type[PlainAttention] = PlainAttention
 
     def refuse(self, need: AttentionNeed) -> str | None:
         if need.device.device_type != "cpu":
             return f"plain attention runs on the CPU, not on {need.device.device_type}"
-        unknown = sorted({need.dtype, need.kv_cache_dtype} - set(DTYPES))
-        if unknown:
-            return f"plain attention computes {', '.join(DTYPES)}, not {' and '.join(unknown)}"
-        if need.uses_mla and need.num_kv_heads != 1:
-            return f"latents are one KV head that all heads share, not {need.num_kv_heads}"
-        if need.uses_mla and need.kind is not AttentionKind.DECODER:
-            return f"latents are read from a cache, which attention kind {need.kind} has not"
+        if need.dtype not in DTYPES:
+            return f"plain attention computes {', '.join(DTYPES)}, not {need.dtype}"
+        stored = (*DTYPES, *QUANTIZED.values())
+        if need.kv_cache_dtype not in stored:
+            return f"plain attention reads caches of {', '.join(stored)}, not of {need.kv_cache_dtype}"
+        if need.uses_mla:
+            return self._refuse_latents(need)
         if need.batch_invariant:
             return "plain attention does not promise equal bits in every batch"
-        if need.kind is AttentionKind.ENCODER_DECODER:
-            return "plain attention knows no cross-attention"
         if need.num_heads % need.num_kv_heads:
             return f"{need.num_heads} query heads cannot be shared out among {need.num_kv_heads} KV heads"
         return None
+
+    def _refuse_latents(self, need: AttentionNeed) -> str | None:
+        if need.num_kv_heads != 1:
+            return f"latents are one KV head that all heads share, not {need.num_kv_heads}"
+        if need.kind is not AttentionKind.DECODER:
+            return f"latents are read from a cache, which attention kind {need.kind} has not"
+        if need.kv_cache_dtype == "int8_per_token_head":
+            return "latents are not told from keys and values in a cache with scales in it"
+        return "plain attention does not promise equal bits in every batch" if need.batch_invariant else None
 
     def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
         del need
@@ -140,3 +217,8 @@ class PlainAttentionBackend(AttentionBackend):
 
     def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
         return self.impl(params)
+
+
+def _as_bytes(states: torch.Tensor) -> torch.Tensor:
+    """Torch does not index all dtypes of one byte; their bytes it does."""
+    return states.view(torch.uint8) if states.dtype.itemsize == 1 else states
