@@ -7,9 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.devices import DeviceMap, LogicalDevice, PhysicalDevice, VisibleDevice
@@ -17,7 +15,7 @@ from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, Pla
 from hardpoint_gpu import memory
 from hardpoint_gpu.described import DescribedDevices, facts_of
 from hardpoint_gpu.examination import link_table, visible_devices
-from hardpoint_gpu.inventory import DescribedDevices, DeviceLibrary, GpuFacts, Inventory, LibraryFault, LibraryMissing
+from hardpoint_gpu.inventory import DeviceLibrary, GpuFacts, Inventory, LibraryFault, LibraryMissing
 from hardpoint_gpu.settings import GpuOptions, fill_settings
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ __all__ = ["THREADS_VARIABLE", "GpuPlatform"]
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 _FRAMEWORK = "torch"
-_DESCRIBED_BYTES = 80 << 30
-"""Of a device that is described without a size."""
 
 
 class GpuPlatform(Platform):
@@ -46,7 +42,6 @@ class GpuPlatform(Platform):
     dispatch_key: ClassVar[str] = "CUDA"
     cluster_resource_key: ClassVar[str] = "GPU"
     collective_backend: ClassVar[str] = "nccl"
-    example_architecture: ClassVar[str] = ""
     architecture_prefix: ClassVar[str] = "sm_"
     example: ClassVar[str] = "cuda sm_90 80GiB"
     kernel_candidates: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -102,31 +97,6 @@ class GpuPlatform(Platform):
         made._inventory = None
         made.devices = made.device_map({})
         return made
-
-    def with_device(self, device: DeviceDescription, count: int) -> Self:
-        """A platform with the same options on a host of ``count`` devices like ``device``, for questions about devices
-        that are not here. Raises ``ConfigError`` for a description that names no architecture."""
-        architecture = next((name for name in sorted(device.features) if self.is_architecture(name)), "")
-        if not architecture or device.capability is None:
-            raise ConfigError(
-                f"{device.name!r} names no architecture of platform {self.name!r}; write one such as "
-                f"{self.example_architecture!r} behind its name"
-            )
-        facts = GpuFacts(
-            number=0,
-            name=device.name,
-            uuid="",
-            memory_bytes=device.memory_bytes or _DESCRIBED_BYTES,
-            capability=device.capability,
-            architecture=architecture,
-        )
-        devices = tuple(msgspec.structs.replace(facts, number=number) for number in range(count))
-        described = Inventory(library="a description", driver_version="described", devices=devices)
-        return type(self)(self.options, DescribedDevices(described), {})
-
-    @abstractmethod
-    def is_architecture(self, text: str) -> bool:
-        """Whether ``text`` is one of the vendor's architectures."""
 
     @abstractmethod
     def features(self, device: GpuFacts) -> frozenset[str]:

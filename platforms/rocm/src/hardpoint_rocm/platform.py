@@ -123,7 +123,6 @@ class RocmPlatform(GpuPlatform):
 
     kind: ClassVar[PlatformKind] = PlatformKind.ROCM
     name: ClassVar[str] = "rocm"
-    example_architecture: ClassVar[str] = "gfx942"
     architecture_prefix: ClassVar[str] = "gfx"
     example: ClassVar[str] = "rocm gfx942 192GiB"
     visibility_variable: ClassVar[str] = MASK
@@ -150,9 +149,6 @@ class RocmPlatform(GpuPlatform):
             except (ValueError, LookupError) as error:
                 raise ConfigError(f"{MASK}={value!r} after {LOWER_MASK}={below!r}: {error}") from error
         return DeviceMap(MASK, {MASK: value}, assigned, self._number_of)
-
-    def is_architecture(self, text: str) -> bool:
-        return text.startswith("gfx")
 
     def features(self, device: GpuFacts) -> frozenset[str]:
         return features(device.architecture)
