@@ -12,6 +12,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,10 +32,8 @@ def case_hashes(cases: tuple[KernelCase, ...]) -> dict[str, dict[str, str]]:
 
 def case_hash(case: KernelCase, target: Target) -> str:
     """Of sources, those they call, settings, Triton's version and target."""
-    sources: dict[str, str] = {}
-    _collect(case.function, sources)
     settings = {
-        "sources": sources,
+        "sources": _sources(_plain(case.function)),
         "signature": dict(case.signature),
         "constexprs": {name: _constant(value) for name, value in case.constexprs.items()},
         "divisible": sorted(case.divisible_by_16),
@@ -48,8 +47,15 @@ def case_hash(case: KernelCase, target: Target) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
 
 
-def _collect(function: Any, sources: dict[str, str]) -> None:
+@cache
+def _sources(function: FunctionType) -> dict[str, str]:
     """The source of a kernel and of all it refers to, by qualified name; constants by value."""
+    found: dict[str, str] = {}
+    _collect(function, found)
+    return found
+
+
+def _collect(function: Any, sources: dict[str, str]) -> None:
     plain = _plain(function)
     name = f"{plain.__module__}.{plain.__qualname__}"
     if name in sources:
@@ -100,7 +106,5 @@ def _is_constant(value: Any) -> bool:
 
 def _constant(value: Any) -> str:
     if getattr(value, "fn", None) is not None:
-        inner: dict[str, str] = {}
-        _collect(value, inner)
-        return json.dumps(inner, sort_keys=True)
+        return json.dumps(_sources(_plain(value)), sort_keys=True)
     return repr(getattr(value, "value", value))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ _WIDEST = 1024
 
 
 @triton.jit
-def activate(x: Any, ACTIVATION: tl.constexpr) -> Any:
+def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """Of float32 ``x``."""
     if ACTIVATION == 0:
         result = x * tl.sigmoid(x)
@@ -33,11 +31,11 @@ def activate(x: Any, ACTIVATION: tl.constexpr) -> Any:
 
 @triton.jit
 def act_and_mul_kernel(
-    source: Any,
-    target: Any,
-    num_rows: Any,
-    size: Any,
-    source_stride: Any,
+    source: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    source_stride: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,14 @@ _UNITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @triton.jit
-def copy_kernel(cache: Any, sources: Any, targets: Any, size: Any, block_stride: Any, WIDTH: tl.constexpr) -> None:
+def copy_kernel(
+    cache: tl.tensor,
+    sources: tl.tensor,
+    targets: tl.tensor,
+    size: tl.tensor,
+    block_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
     """One part of one block; negative numbers are padding."""
     number = tl.program_id(0)
     unit = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -29,7 +34,9 @@ def copy_kernel(cache: Any, sources: Any, targets: Any, size: Any, block_stride:
 
 
 @triton.jit
-def zero_kernel(cache: Any, blocks: Any, size: Any, block_stride: Any, WIDTH: tl.constexpr) -> None:
+def zero_kernel(
+    cache: tl.tensor, blocks: tl.tensor, size: tl.tensor, block_stride: tl.tensor, WIDTH: tl.constexpr
+) -> None:
     """One part of one block; negative numbers are padding."""
     unit = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     block = tl.load(blocks + tl.program_id(0))

@@ -9,7 +9,6 @@ summed in their own order, in float32 and with its weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -50,18 +49,18 @@ TILES = {
 
 @triton.jit
 def grouped_product_kernel(
-    source: Any,
-    weights: Any,
-    target: Any,
-    pairs: Any,
-    experts: Any,
-    num_pairs: Any,
-    size: Any,
-    depth: Any,
-    pairs_per_row: Any,
-    source_stride: Any,
-    expert_stride: Any,
-    output_stride: Any,
+    source: tl.tensor,
+    weights: tl.tensor,
+    target: tl.tensor,
+    pairs: tl.tensor,
+    experts: tl.tensor,
+    num_pairs: tl.tensor,
+    size: tl.tensor,
+    depth: tl.tensor,
+    pairs_per_row: tl.tensor,
+    source_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    output_stride: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -91,12 +90,12 @@ def grouped_product_kernel(
 
 @triton.jit
 def sum_choices_kernel(
-    source: Any,
-    weights: Any,
-    chosen: Any,
-    target: Any,
-    size: Any,
-    num_experts: Any,
+    source: tl.tensor,
+    weights: tl.tensor,
+    chosen: tl.tensor,
+    target: tl.tensor,
+    size: tl.tensor,
+    num_experts: tl.tensor,
     CHOICES: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:

@@ -6,7 +6,6 @@ Legend: T tokens, K experts per token, E experts, M rows of a block, B blocks at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -29,7 +28,7 @@ class ExpertBlocks:
 
 
 @triton.jit
-def count_pairs_kernel(chosen: Any, counts: Any, num_pairs: Any, WIDTH: tl.constexpr) -> None:
+def count_pairs_kernel(chosen: tl.tensor, counts: tl.tensor, num_pairs: tl.tensor, WIDTH: tl.constexpr) -> None:
     """``counts`` int32 [E] of ``chosen`` int64 [T K]; a program counts one expert."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, WIDTH)
@@ -42,12 +41,12 @@ def count_pairs_kernel(chosen: Any, counts: Any, num_pairs: Any, WIDTH: tl.const
 
 @triton.jit
 def deal_pairs_kernel(
-    chosen: Any,
-    counts: Any,
-    pairs: Any,
-    experts: Any,
-    num_pairs: Any,
-    num_experts: Any,
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    pairs: tl.tensor,
+    experts: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,

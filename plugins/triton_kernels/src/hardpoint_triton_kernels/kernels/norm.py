@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,14 @@ __all__ = ["add_rms_norm", "rms_norm", "rms_norm_kernel"]
 
 
 @triton.jit
-def _summed(begin: Any, residual: Any, rows: Any, columns: Any, inside: Any, residual_stride: Any) -> Any:
+def _summed(
+    begin: tl.tensor,
+    residual: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    residual_stride: tl.tensor,
+) -> tl.tensor:
     """A tile in float32, with the residual's added, rounded as it is stored, and put back."""
     value = tl.load(begin + columns, mask=inside, other=0.0)
     if residual is not None:
@@ -27,17 +32,17 @@ def _summed(begin: Any, residual: Any, rows: Any, columns: Any, inside: Any, res
 
 @triton.jit
 def rms_norm_kernel(
-    source: Any,
-    residual: Any,
-    weight: Any,
-    target: Any,
-    num_rows: Any,
-    size: Any,
-    inner: Any,
-    outer_stride: Any,
-    inner_stride: Any,
-    residual_stride: Any,
-    eps: Any,
+    source: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    inner: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ONE_PASS: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,13 @@ _KNOWN = 1 << 30
 
 @triton.jit
 def count_kernel(
-    tokens: Any, is_output: Any, counts: Any, length: Any, size: Any, KNOWN: tl.constexpr, WIDTH: tl.constexpr
+    tokens: tl.tensor,
+    is_output: tl.tensor,
+    counts: tl.tensor,
+    length: tl.tensor,
+    size: tl.tensor,
+    KNOWN: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:
     """Add row p of ``tokens`` int64 [P, L] to ``counts`` int32 [P, V]. Tokens outside the vocabulary are padding."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,14 +38,14 @@ def count_kernel(
 
 @triton.jit
 def penalty_kernel(
-    logits: Any,
-    rows: Any,
-    counts: Any,
-    repetition: Any,
-    frequency: Any,
-    presence: Any,
-    size: Any,
-    row_stride: Any,
+    logits: tl.tensor,
+    rows: tl.tensor,
+    counts: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    size: tl.tensor,
+    row_stride: tl.tensor,
     KNOWN: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:

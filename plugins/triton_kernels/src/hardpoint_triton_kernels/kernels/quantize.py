@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,20 +15,20 @@ _LARGEST_FP8 = 448.0
 
 
 @triton.jit
-def _round_half_even(x: Any) -> Any:
+def _round_half_even(x: tl.tensor) -> tl.tensor:
     """Of float32 below 2 ** 22: at this size float32 holds whole numbers only, and adding rounds to one."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def quantize_kernel(
-    source: Any,
-    target: Any,
-    scales: Any,
-    num_rows: Any,
-    size: Any,
-    source_stride: Any,
-    largest: Any,
+    source: tl.tensor,
+    target: tl.tensor,
+    scales: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    source_stride: tl.tensor,
+    largest: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ONE_PASS: tl.constexpr,
@@ -62,7 +60,9 @@ def quantize_kernel(
 
 
 @triton.jit
-def _store_rounded(place: Any, value: Any, scale: Any, inside: Any, largest: Any, TO_INT8: tl.constexpr) -> None:
+def _store_rounded(
+    place: tl.tensor, value: tl.tensor, scale: tl.tensor, inside: tl.tensor, largest: tl.tensor, TO_INT8: tl.constexpr
+) -> None:
     # Rows of zeros, and those too small to have a scale, become zeros.
     scaled = tl.div_rn(value, tl.where(scale > 0, scale, 1.0))
     scaled = tl.minimum(tl.maximum(scaled, -largest), largest)

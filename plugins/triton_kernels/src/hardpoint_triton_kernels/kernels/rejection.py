@@ -9,8 +9,6 @@ they are the model's best tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,9 @@ _WARPS = 8
 
 
 @triton.jit
-def _excess(target: Any, proposed: Any, base: Any, token: Any, draft: Any, inside: Any) -> Any:
+def _excess(
+    target: tl.tensor, proposed: tl.tensor, base: tl.tensor, token: tl.tensor, draft: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
     """max(p - q, 0) of the tokens ``token``, in float32."""
     p = tl.load(target + base + token, mask=inside, other=0.0)
     if proposed is not None:
@@ -37,7 +37,15 @@ def _excess(target: Any, proposed: Any, base: Any, token: Any, draft: Any, insid
 
 
 @triton.jit
-def _redraw(target: Any, proposed: Any, base: Any, draft: Any, uniform: Any, size: Any, WIDTH: tl.constexpr) -> Any:
+def _redraw(
+    target: tl.tensor,
+    proposed: tl.tensor,
+    base: tl.tensor,
+    draft: tl.tensor,
+    uniform: tl.tensor,
+    size: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
     """The first token up to which more than ``uniform`` of all excess lies; where there is none, the model's draw."""
     lanes = tl.arange(0, WIDTH)
     sums = tl.zeros((WIDTH,), dtype=tl.float32)
@@ -63,19 +71,19 @@ def _redraw(target: Any, proposed: Any, base: Any, draft: Any, uniform: Any, siz
 
 @triton.jit
 def rejection_kernel(
-    drafts: Any,
-    starts: Any,
-    is_greedy: Any,
-    best: Any,
-    target: Any,
-    proposed: Any,
-    bonus: Any,
-    accept_uniforms: Any,
-    redraw_uniforms: Any,
-    tokens: Any,
-    counts: Any,
-    size: Any,
-    width: Any,
+    drafts: tl.tensor,
+    starts: tl.tensor,
+    is_greedy: tl.tensor,
+    best: tl.tensor,
+    target: tl.tensor,
+    proposed: tl.tensor,
+    bonus: tl.tensor,
+    accept_uniforms: tl.tensor,
+    redraw_uniforms: tl.tensor,
+    tokens: tl.tensor,
+    counts: tl.tensor,
+    size: tl.tensor,
+    width: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
     """One row: see :func:`rejection_sample`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,14 +15,14 @@ _TILE_PAIRS = 1024
 
 @triton.jit
 def rotary_kernel(
-    heads: Any,
-    cos: Any,
-    sin: Any,
-    num_heads: Any,
-    token_stride: Any,
-    head_stride: Any,
-    value_stride: Any,
-    half: Any,
+    heads: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    num_heads: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    half: tl.tensor,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     NEIGHBORS: tl.constexpr,

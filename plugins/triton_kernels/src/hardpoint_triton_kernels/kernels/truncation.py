@@ -7,8 +7,6 @@ is not below; everything below it is excluded, ties stay in. No row depends on a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ _WARPS = 8
 
 
 @triton.jit
-def _ordered(x: Any) -> Any:
+def _ordered(x: tl.tensor) -> tl.tensor:
     """int32 whose order is that of float32 ``x``; both zeros are one number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -30,8 +28,15 @@ def _ordered(x: Any) -> Any:
 
 @triton.jit
 def _three_masses(
-    row: Any, size: Any, low: Any, first: Any, step: Any, peak: Any, WIDTH: tl.constexpr, BY_MASS: tl.constexpr
-) -> Any:
+    row: tl.tensor,
+    size: tl.tensor,
+    low: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    peak: tl.tensor,
+    WIDTH: tl.constexpr,
+    BY_MASS: tl.constexpr,
+) -> tl.tensor:
     """How much of the row is at or above ``first``, ``first + step`` and ``first + 2 step``, of what is at or above
     ``low``: entries, or their probabilities times a constant."""
     lanes = tl.arange(0, WIDTH)
@@ -41,30 +46,43 @@ def _three_masses(
     for begin in range(0, size, WIDTH):
         inside = begin + lanes < size
         x = tl.load(row + begin + lanes, mask=inside, other=float("-inf"))
-        key = _ordered(x).to(tl.int64)
+        key = _ordered(x)
         weight = tl.where(inside & (key >= low), 1.0, 0.0)
         if BY_MASS:
             weight = weight * tl.exp(x - peak)
         one += tl.where(key >= first, weight, 0.0)
         two += tl.where(key >= first + step, weight, 0.0)
-        three += tl.where(key >= first + 2 * step, weight, 0.0)
+        three += tl.where(key >= first + step + step, weight, 0.0)
     return tl.sum(one), tl.sum(two), tl.sum(three)
 
 
 @triton.jit
-def _search(row: Any, size: Any, low: Any, wanted: Any, peak: Any, WIDTH: tl.constexpr, BY_MASS: tl.constexpr) -> Any:
+def _search(
+    row: tl.tensor,
+    size: tl.tensor,
+    low: tl.tensor,
+    wanted: tl.tensor,
+    peak: tl.tensor,
+    WIDTH: tl.constexpr,
+    BY_MASS: tl.constexpr,
+) -> tl.tensor:
     """The largest number at or above which at least ``wanted`` of the row is; the least of all if never so much."""
-    found = tl.full((), -2147483648, dtype=tl.int64)
-    step = tl.full((), 1073741824, dtype=tl.int64)
+    found = tl.full((), -2147483648, dtype=tl.int32)
+    step = tl.full((), 1073741824, dtype=tl.int32)
     for _ in range(16):
         one, two, three = _three_masses(row, size, low, found + step, step, peak, WIDTH, BY_MASS)
-        found += step * ((one >= wanted).to(tl.int64) + (two >= wanted).to(tl.int64) + (three >= wanted).to(tl.int64))
+        # Step by step, since three of the first are more than fits.
+        found = tl.where(one >= wanted, found + step, found)
+        found = tl.where(two >= wanted, found + step, found)
+        found = tl.where(three >= wanted, found + step, found)
         step = step // 4
     return found
 
 
 @triton.jit
-def truncation_kernel(logits: Any, top_k: Any, top_p: Any, size: Any, row_stride: Any, WIDTH: tl.constexpr) -> None:
+def truncation_kernel(
+    logits: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, size: tl.tensor, row_stride: tl.tensor, WIDTH: tl.constexpr
+) -> None:
     """One row of float32 ``logits``, in place; ``top_k`` int64 [S] or None, ``top_p`` float32 [S] or None."""
     number = tl.program_id(0)
     row = logits + number.to(tl.int64) * row_stride
@@ -73,7 +91,7 @@ def truncation_kernel(logits: Any, top_k: Any, top_p: Any, size: Any, row_stride
     for begin in range(0, size, WIDTH):
         highest = tl.maximum(highest, tl.load(row + begin + lanes, mask=begin + lanes < size, other=float("-inf")))
     peak = tl.max(highest)
-    cut = tl.full((), -2147483648, dtype=tl.int64)
+    cut = tl.full((), -2147483648, dtype=tl.int32)
     if top_k is not None:
         rank = tl.load(top_k + number)
         if (rank > 0) & (rank < size):
@@ -84,12 +102,12 @@ def truncation_kernel(logits: Any, top_k: Any, top_p: Any, size: Any, row_stride
             mass, _, _ = _three_masses(row, size, cut, cut, 0, peak, WIDTH, True)
             found = _search(row, size, cut, share * mass, peak, WIDTH, True)
             # The best stays, however small the share.
-            cut = tl.minimum(tl.maximum(found, cut), _ordered(peak).to(tl.int64))
+            cut = tl.minimum(tl.maximum(found, cut), _ordered(peak))
     if cut > -2147483648:
         for begin in range(0, size, WIDTH):
             inside = begin + lanes < size
             x = tl.load(row + begin + lanes, mask=inside, other=float("-inf"))
-            tl.store(row + begin + lanes, float("-inf"), mask=inside & (_ordered(x).to(tl.int64) < cut))
+            tl.store(row + begin + lanes, float("-inf"), mask=inside & (_ordered(x) < cut))
 
 
 def top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
