@@ -21,7 +21,10 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-__all__ = ["TARGETS", "KernelCase", "Resources", "Target", "load_cases", "main"]
+__all__ = ["TARGETS", "ArgumentType", "KernelCase", "Resources", "Target", "load_cases", "main"]
+
+ArgumentType = str | tuple[Any, ...]
+"""A type by name, or those of a tuple's entries; see :class:`KernelCase`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class KernelCase:
         name: unique among a distribution's cases; it is the row of the table.
         function: made by ``triton.jit``, perhaps wrapped by ``triton.autotune`` or ``triton.heuristics``, whose own
             configurations are not looked at: give each a case, or use :meth:`tuned`.
-        signature: type by argument name as Triton spells it, such as ``*fp16`` or ``i32``; constants left out.
+        signature: type by argument name as Triton spells it, such as ``*fp16`` or ``i32``; constants left out. Of an
+            argument that is a tuple, a tuple of these, where ``:16`` behind a type says that the entry is divisible by
+            16, and None or a number is a constant.
         constexprs: value by argument name, also for arguments that Triton specializes (None, and 1 where it is fixed).
         divisible_by_16: arguments that always are: pointers by alignment, integers by value.
         options: further options of the compiler's backend, such as ``maxnreg``.
@@ -66,7 +71,7 @@ class KernelCase:
 
     name: str
     function: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, ArgumentType]
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     divisible_by_16: tuple[str, ...] = ()
     num_warps: int = 4
@@ -91,7 +96,7 @@ class KernelCase:
         cls,
         name: str,
         function: Any,
-        signature: Mapping[str, str],
+        signature: Mapping[str, ArgumentType],
         constexprs: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> tuple[KernelCase, ...]:

@@ -34,8 +34,10 @@ def compile_case(case: KernelCase, target: Target) -> Resources:
     if set(names) != set(given):
         missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
         raise ValueError(f"the case gives no type or value for {missing or 'nothing'}, and unknown {unknown or 'none'}")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
-    source = ASTSource(function, {name: given[name] for name in names}, dict(case.constexprs), attributes)
+    attributes: dict[Any, Any] = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
+    constants: dict[Any, Any] = dict(case.constexprs)
+    types = {name: _argument(given[name], (place,), constants, attributes) for place, name in enumerate(names)}
+    source = ASTSource(function, types, constants, attributes)
     compiled = triton.compile(
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),
@@ -47,6 +49,19 @@ def compile_case(case: KernelCase, target: Target) -> Resources:
     else:
         registers, spilled = _nvidia_usage(compiled.asm["cubin"])
     return Resources(case_hash(case, target), registers, shared, spilled)
+
+
+def _argument(stated: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    """The compiler's type of an argument; what ``KernelCase`` states within tuples goes to the two others by place."""
+    if isinstance(stated, tuple):
+        return tuple(_argument(entry, (*path, place), constants, attributes) for place, entry in enumerate(stated))
+    if not isinstance(stated, str):
+        constants[path] = stated
+        return "constexpr"
+    name, _, divisor = stated.partition(":")
+    if divisor:
+        attributes[path] = [["tt.divisibility", int(divisor)]]
+    return name
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:

@@ -31,8 +31,6 @@ def _refuse_device(need: AttentionNeed, is_interpreted: bool) -> str | None:
         return "Triton has no compiler for the CPU; set TRITON_INTERPRET=1 to run its kernels by interpreter, slowly"
     if device.device_type not in ("cuda", "rocm", "hip"):
         return f"Triton's kernels are compiled for CUDA and ROCm devices, not for {device.device_type}"
-    if is_interpreted:
-        return f"TRITON_INTERPRET=1 would compute on the CPU what lies on {device.name}; unset it"
     if device.device_type == "cuda" and device.capability is not None and device.capability < (8, 0):
         major, minor = device.capability
         return f"its kernels need compute capability 8.0, {device.name} has {major}.{minor}"

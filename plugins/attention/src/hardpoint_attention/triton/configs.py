@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 __all__ = [
     "INTERPRETED",
+    "INTERPRETED_TOKENS",
     "SPLITS",
     "TABLES",
+    "WRITE_TOKENS",
     "Phase",
     "SizeClass",
     "Target",
@@ -86,7 +88,7 @@ _SMALL = _table(
     ),
     (
         *(TileConfig(32, 32, 4, 2), TileConfig(16, 32, 4, 2)),
-        *(TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1)),
+        *(TileConfig(32, 32, 8, 1), TileConfig(16, 32, 4, 1)),
         *(TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1)),
         *(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1)),
     ),
@@ -100,7 +102,7 @@ _LARGE = _table(
     ),
     (
         *(TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)),
-        *(TileConfig(32, 32, 4, 2), TileConfig(16, 32, 4, 2)),
+        *(TileConfig(32, 32, 8, 2), TileConfig(16, 32, 8, 1)),
         *(TileConfig(32, 16, 8, 2), TileConfig(16, 16, 4, 2)),
         *(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1)),
     ),
@@ -116,7 +118,7 @@ _CDNA = _table(
         *(TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1)),
         *(TileConfig(32, 16, 4, 1), TileConfig(16, 16, 4, 1)),
         *(TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1)),
-        *(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1)),
+        *(TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1)),
     ),
 )
 TABLES: Mapping[Target, Mapping[Key, TileConfig]] = {
@@ -127,6 +129,11 @@ TABLES: Mapping[Target, Mapping[Key, TileConfig]] = {
 }
 INTERPRETED = TileConfig(64, 128)
 """The interpreter takes the same time for a tile of any size, so that few large ones are fastest."""
+
+
+WRITE_TOKENS = 8
+INTERPRETED_TOKENS = 128
+"""Tokens whose keys and values one program writes: few enough that a decode does not idle."""
 
 
 def target_for(capability: tuple[int, int] | None, *, is_hip: bool = False) -> Target:

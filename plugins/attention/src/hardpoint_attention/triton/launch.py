@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hardpoint_attention.triton.configs import TileConfig, next_power_of_two
+from hardpoint_attention.triton.configs import INTERPRETED_TOKENS, WRITE_TOKENS, TileConfig, next_power_of_two
 from hardpoint_attention.triton.kernels.attention import attend
 from hardpoint_attention.triton.kernels.cache_write import write_states
 from hardpoint_attention.triton.kernels.partials import LN_2, combine_parts, merge_pair
@@ -20,6 +20,8 @@ from hardpoint_attention.triton.kernels.partials import LN_2, combine_parts, mer
 __all__ = ["LN2", "AttendCall", "RowTensors", "combine", "merge_partials", "run_attend", "strided", "write"]
 
 LN2 = LN_2.value
+IS_INTERPRETED = not isinstance(attend, triton.JITFunction)
+"""Kernels of this process run on the CPU, wherever tensors lie."""
 _FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
 """Bits of the mantissa, and the exponent below which there are fewer."""
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -127,7 +129,7 @@ def run_attend(query: torch.Tensor, call: AttendCall, output: torch.Tensor, lse:
 
 def _compute(query: torch.Tensor) -> Any:
     """The dtype of products. The interpreter cannot calculate in bfloat16, so there it is float32 always."""
-    return tl.float32 if query.device.type == "cpu" else _COMPUTE[query.dtype]
+    return tl.float32 if IS_INTERPRETED else _COMPUTE[query.dtype]
 
 
 def _places(states: torch.Tensor | None) -> tuple[Any, ...] | None:
@@ -196,10 +198,12 @@ def write(
     if not slots.numel():
         return
     size = key.shape[-1]
-    mantissa, lowest = _FLOAT8.get(cache[0].dtype, (0, 0)) if key.device.type == "cpu" else (0, 0)
-    write_states[(slots.shape[0], key.shape[1])](
+    mantissa, lowest = _FLOAT8.get(cache[0].dtype, (0, 0)) if IS_INTERPRETED else (0, 0)
+    tokens = INTERPRETED_TOKENS if IS_INTERPRETED else WRITE_TOKENS
+    write_states[(triton.cdiv(slots.shape[0], tokens), key.shape[1])](
         *(strided(key), strided(value), strided(cache[0]), strided(cache[1]), strided(slots)),
-        *(_by_head(scales[0]), _by_head(scales[1]), strided(token_scales), limit),
+        *(_by_head(scales[0]), _by_head(scales[1]), strided(token_scales), limit, slots.shape[0]),
+        TOKENS=tokens,
         SIZE=size,
         PAD=triton.next_power_of_2(size),
         BLOCK_SIZE=cache[0].shape[2],

@@ -7,8 +7,6 @@ all of them. TILE keys are read at once, from as many blocks of the cache as the
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -20,8 +18,14 @@ __all__ = ["attend"]
 
 @triton.jit
 def _places(
-    states: Any, position: Any, is_read: Any, kv_head: Any, row: Any, rows: Any, BLOCK_SIZE: tl.constexpr
-) -> Any:
+    states: tl.tensor,
+    position: tl.tensor,
+    is_read: tl.tensor,
+    kv_head: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
     """64-bit offsets [N] of the states at ``position``: [blocks, K, B, D] by table, or [K, T, D] from a start."""
     if BLOCK_SIZE == 0:
         token = tl.load(rows[4] + row).to(tl.int64) + position
@@ -33,8 +37,14 @@ def _places(
 
 @triton.jit
 def _queries(
-    query: Any, token: Any, head: Any, in_use: Any, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr
-) -> Any:
+    query: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    in_use: tl.tensor,
+    begin: tl.constexpr,
+    end: tl.constexpr,
+    PAD: tl.constexpr,
+) -> tl.tensor:
     """[M, PAD] of entries from ``begin`` to ``end``."""
     entry = begin + tl.arange(0, PAD)
     place = token.to(tl.int64) * query[1] + head.to(tl.int64) * query[2]
@@ -43,7 +53,9 @@ def _queries(
 
 
 @triton.jit
-def _states(states: Any, place: Any, is_read: Any, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr) -> Any:
+def _states(
+    states: tl.tensor, place: tl.tensor, is_read: tl.tensor, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr
+) -> tl.tensor:
     """[N, PAD] of entries from ``begin`` to ``end``; zero beyond, where memory may hold anything."""
     entry = begin + tl.arange(0, PAD)
     mask = is_read[:, None] & (entry < end)[None, :]
@@ -51,14 +63,20 @@ def _states(states: Any, place: Any, is_read: Any, begin: tl.constexpr, end: tl.
 
 
 @triton.jit
-def _multiply(left: Any, right: Any, COMPUTE: tl.constexpr) -> Any:
+def _multiply(left: tl.tensor, right: tl.tensor, COMPUTE: tl.constexpr) -> tl.tensor:
     return tl.dot(left.to(COMPUTE), right.to(COMPUTE), input_precision="ieee")
 
 
 @triton.jit
 def _token_scales(
-    scales: Any, position: Any, is_read: Any, kv_head: Any, row: Any, rows: Any, BLOCK_SIZE: tl.constexpr
-) -> Any:
+    scales: tl.tensor,
+    position: tl.tensor,
+    is_read: tl.tensor,
+    kv_head: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
     """The two scales [N] that lie behind each head and token."""
     place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE)
     key_scale = tl.load(scales[0] + place, mask=is_read, other=0.0)
@@ -66,15 +84,20 @@ def _token_scales(
 
 
 @triton.jit
-def _head_scale(scale: Any, kv_head: Any) -> Any:
+def _head_scale(scale: tl.tensor, kv_head: tl.tensor) -> tl.tensor:
     """One for all heads (stride 0) or one each."""
     return tl.load(scale[0] + kv_head * scale[1])
 
 
 @triton.jit
 def _part(
-    low: Any, high: Any, prompt_len: Any, SPLITS: tl.constexpr, TILE: tl.constexpr, KEEPS_PROMPT: tl.constexpr
-) -> Any:
+    low: tl.tensor,
+    high: tl.tensor,
+    prompt_len: tl.tensor,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    KEEPS_PROMPT: tl.constexpr,
+) -> tl.tensor:
     """Numbers of the tiles to read: this part's first and end, the tiles of the prompt before ``low``, and the first
     tile from there on. Tiles between are skipped."""
     first_tile = low // TILE
@@ -90,13 +113,13 @@ def _part(
 
 @triton.jit
 def _store(
-    output: Any,
-    lse: Any,
-    token: Any,
-    head: Any,
-    in_use: Any,
-    values: Any,
-    logs: Any,
+    output: tl.tensor,
+    lse: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    in_use: tl.tensor,
+    values: tl.tensor,
+    logs: tl.tensor,
     SPLITS: tl.constexpr,
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
@@ -114,16 +137,16 @@ def _store(
 
 @triton.jit(do_not_specialize=["num_rows", "key_begin"])
 def attend(
-    query: Any,  # pointer and strides [T, H, D]
-    states: Any,  # keys, values and scales by token or None: pointers and strides [blocks, K, B, D]
-    output: Any,  # pointer and strides [T, H, S, V]
-    lse: Any,  # None, or pointer, strides [T, H, S] and the factor of base-2 logarithms
-    rows: Any,  # starts int32 [R + 1], lengths int32 [R], table int32 [R, blocks], its row stride, starts of given keys
-    masks: Any,  # see ``key_bounds``
-    shaping: Any,  # see ``shape_scores``
-    head_scales: Any,  # of keys and of values: None, or pointer and stride
-    num_rows: Any,
-    key_begin: Any,  # keys before it are another call's
+    query: tl.tensor,  # pointer and strides [T, H, D]
+    states: tl.tensor,  # keys, values and scales by token or None: pointers and strides [blocks, K, B, D]
+    output: tl.tensor,  # pointer and strides [T, H, S, V]
+    lse: tl.tensor,  # None, or pointer, strides [T, H, S] and the factor of base-2 logarithms
+    rows: tl.tensor,  # starts [R + 1], lengths [R], table [R, blocks], its row stride, starts of given keys; int32
+    masks: tl.tensor,  # see ``key_bounds``
+    shaping: tl.tensor,  # see ``shape_scores``
+    head_scales: tl.tensor,  # of keys and of values: None, or pointer and stride
+    num_rows: tl.tensor,
+    key_begin: tl.tensor,  # keys before it are another call's
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -16,10 +14,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def combine_parts(
-    parts: Any, part_lse: Any, output: Any, lse: Any, SIZE: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr
+    parts: tl.tensor,
+    part_lse: tl.tensor,
+    output: tl.tensor,
+    lse: tl.tensor,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
     """float32 parts [T, H, S, V] with base-2 log-sum-exps [T, H, S] to output [T, H, V], and natural log-sum-exp [T, H]
-    where that is not None. One program per token and head; parts are added in their order."""
+    where that is not None. One program per token and head; parts are added in one order."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     entry = tl.arange(0, PAD)
@@ -28,15 +32,13 @@ def combine_parts(
     largest = tl.max(logs, 0)
     base = tl.where(largest > float("-inf"), largest, 0.0)
     total = tl.sum(tl.exp2(logs - base), 0)
-    acc = tl.zeros([PAD], tl.float32)
-    place = token * parts[1] + head * parts[2]
-    for index in range(SPLITS):
-        weight = tl.exp2(tl.load(part_lse[0] + token * part_lse[1] + head * part_lse[2] + index * part_lse[3]) - base)
-        values = tl.load(parts[0] + place + index * parts[3] + entry * parts[4], mask=entry < SIZE, other=0.0)
-        acc += weight * values
+    place = token * parts[1] + head * parts[2] + part * parts[3]
+    in_use = entry < SIZE
+    values = tl.load(parts[0] + place[:, None] + (entry * parts[4])[None, :], mask=in_use[None, :], other=0.0)
+    acc = tl.sum(tl.exp2(logs - base)[:, None] * values, 0)
     divisor = tl.where(total > 0, total, 1.0)
     result = (acc / divisor).to(output[0].dtype.element_ty)
-    tl.store(output[0] + token * output[1] + head * output[2] + entry * output[3], result, mask=entry < SIZE)
+    tl.store(output[0] + token * output[1] + head * output[2] + entry * output[3], result, mask=in_use)
     if lse is not None:
         value = tl.where(total > 0, (base + tl.log2(divisor)) * LN_2, float("-inf"))
         tl.store(lse[0] + token * lse[1] + head * lse[2], value)
@@ -44,7 +46,14 @@ def combine_parts(
 
 @triton.jit
 def merge_pair(
-    left: Any, left_lse: Any, right: Any, right_lse: Any, output: Any, lse: Any, SIZE: tl.constexpr, PAD: tl.constexpr
+    left: tl.tensor,
+    left_lse: tl.tensor,
+    right: tl.tensor,
+    right_lse: tl.tensor,
+    output: tl.tensor,
+    lse: tl.tensor,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
 ) -> None:
     """Two outputs [T, H, V] with natural log-sum-exps [T, H] to one; ``lse`` [T, H] or None."""
     token = tl.program_id(0).to(tl.int64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -13,7 +11,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def shape_scores(products: Any, query: Any, key: Any, head: Any, is_head: Any, shaping: Any) -> Any:
+def shape_scores(
+    products: tl.tensor, query: tl.tensor, key: tl.tensor, head: tl.tensor, is_head: tl.tensor, shaping: tl.tensor
+) -> tl.tensor:
     """Products of queries and keys [M, N] to scores times log2(e).
 
     ``shaping``: the factor of products, the soft cap or None, the pointer to ALiBi slopes [H] or None, and sinks.
@@ -30,7 +30,9 @@ def shape_scores(products: Any, query: Any, key: Any, head: Any, is_head: Any, s
 
 
 @triton.jit
-def start_softmax(head: Any, is_head: Any, has_sink: Any, shaping: Any, BLOCK_M: tl.constexpr) -> Any:
+def start_softmax(
+    head: tl.tensor, is_head: tl.tensor, has_sink: tl.tensor, shaping: tl.tensor, BLOCK_M: tl.constexpr
+) -> tl.tensor:
     """Running maximum and sum [M] before the first key; a sink, of the first part only, is a key without a value."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -42,7 +44,7 @@ def start_softmax(head: Any, is_head: Any, has_sink: Any, shaping: Any, BLOCK_M:
 
 
 @triton.jit
-def update_softmax(scores: Any, largest: Any, total: Any) -> Any:
+def update_softmax(scores: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Weights [M, N] of a further tile, the factor [M] of everything before, and the new maximum and sum."""
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     # Rows that have seen nothing yet stay at nothing: minus infinity less itself would be no number.
@@ -53,7 +55,7 @@ def update_softmax(scores: Any, largest: Any, total: Any) -> Any:
 
 
 @triton.jit
-def finish(acc: Any, largest: Any, total: Any) -> Any:
+def finish(acc: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Normalized output [M, V], zero where nothing was seen, and the base-2 log-sum-exp [M]."""
     has_seen = total > 0
     divisor = tl.where(has_seen, total, 1.0)

@@ -6,8 +6,6 @@ a prompt need no care of their own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -20,7 +18,7 @@ CAUSAL_ROWS = tl.constexpr(2)
 
 
 @triton.jit
-def find_row(starts: Any, block: Any, num_rows: Any, BLOCK_Q: tl.constexpr) -> Any:
+def find_row(starts: tl.tensor, block: tl.tensor, num_rows: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
     """The row that ``block`` belongs to.
 
     A row's blocks begin at ``starts[row] // BLOCK_Q + row``: room for all its queries however they are aligned, from
@@ -38,16 +36,16 @@ def find_row(starts: Any, block: Any, num_rows: Any, BLOCK_Q: tl.constexpr) -> A
 
 @triton.jit
 def key_bounds(
-    first: Any,
-    last: Any,
-    seq_len: Any,
-    row: Any,
-    masks: Any,
+    first: tl.tensor,
+    last: tl.tensor,
+    seq_len: tl.tensor,
+    row: tl.tensor,
+    masks: tl.tensor,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_RANGES: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Half-open range of keys outside of which no query position from ``first`` to ``last`` sees any.
 
     ``masks``: pointers to bool [R] causality, int32 [R] prompt lengths, int32 [R + 1] sums of range counts, and
@@ -78,17 +76,17 @@ def key_bounds(
 
 @triton.jit
 def is_visible(
-    query: Any,
-    key: Any,
-    prompt_len: Any,
-    row: Any,
-    masks: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    prompt_len: tl.tensor,
+    row: tl.tensor,
+    masks: tl.tensor,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     KEEPS_PROMPT: tl.constexpr,
     HAS_RANGES: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """[M, N] for positions ``query`` [M] and ``key`` [N]; ``masks`` as for ``key_bounds``."""
     distance = query[:, None] - key[None, :]
     shown = distance == distance
