@@ -46,12 +46,19 @@ class AttentionChoice:
         name: the plugin's.
         block_sizes: what its kernels take for every layer.
         verdicts: of all candidates in their order, each refusal with its reason (R5.3).
+        needs: what it accepted.
     """
 
     name: str
     backend: AttentionBackend
     block_sizes: BlockSizeRule
     verdicts: tuple[Verdict, ...]
+    needs: tuple[AttentionNeed, ...]
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether some layer treats prompts apart from what follows them."""
+        return any(need.keeps_prompt for need in self.needs)
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
@@ -105,7 +112,7 @@ class AttentionSelector:
                 untried = [Verdict(other, NOT_ASKED) for other in self._names[place + 1 :]]
                 verdicts = (*refusals, Verdict(name, CHOSEN), *untried)
                 backend = self._backend(name)
-                return AttentionChoice(name, backend, _rule(backend, needs), verdicts)
+                return AttentionChoice(name, backend, _rule(backend, needs), verdicts, tuple(needs))
             refusals.append(Verdict(name, REFUSES, reason))
         raise self._nobody(refusals, needs)
 

@@ -250,6 +250,7 @@ class TorchWorker(Worker):
             max_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
             device=self.device,
+            keeps_prompt=attention.keeps_prompt,
         )
         kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)
         parts = self.runner_parts()

@@ -99,7 +99,14 @@ def assemble_runner(
         backlog=None if residence is None else residence.backlog,
         debt=None if residence is None else residence.debt,
     )
-    inputs = InputBuilder(slots, config.max_num_batched_tokens, device, groups.kernel_blocks, device_tokens=tokens)
+    inputs = InputBuilder(
+        slots,
+        config.max_num_batched_tokens,
+        device,
+        groups.kernel_blocks,
+        device_tokens=tokens,
+        has_prompt_lens=groups.keeps_prompt,
+    )
     return ModelRunner(
         model,
         groups,

@@ -68,7 +68,10 @@ class AttentionGroups:
         max_tokens: int,
         max_model_len: int,
         device: torch.device,
+        keeps_prompt: bool = False,
     ) -> None:
+        """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are."""
+        self.keeps_prompt = keeps_prompt
         groups = []
         for planned in config.groups:
             state = _shared_state(planned, specs)
@@ -176,6 +179,8 @@ class AttentionGroups:
             for_graph=for_graph,
             causal=self.groups[index].is_causal,
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
+            prompt_lens=batch.prompt_lens,
+            prompt_lens_cpu=batch.prompt_lens_cpu,
         )
 
 

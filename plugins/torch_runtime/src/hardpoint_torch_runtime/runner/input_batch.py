@@ -41,6 +41,7 @@ class InputBatch:
         num_drafts: int32 [S], drafts at the end of the rows that sample; None where no row has any.
         drafts: int64 [D], ids of those drafts, row after row, -1 for missing ones.
         lengths_are_exact: False when what the host has of positions and lengths are upper bounds.
+        prompt_lens: int32 [R'], with its host array, where layers ask for them; 0 beyond R.
     """
 
     num_rows: int
@@ -64,12 +65,15 @@ class InputBatch:
     num_drafts: Int32Array | None = None
     drafts: torch.Tensor | None = None
     lengths_are_exact: bool = True
+    prompt_lens: torch.Tensor | None = None
+    prompt_lens_cpu: np.ndarray | None = None
 
 
 class InputBuilder:
     """Owns the buffers; one per runner.
 
     ``kernel_blocks`` gives, per KV group, how many kernel blocks one manager block is split into (R1.45).
+    ``has_prompt_lens``: some layer treats prompts apart from what follows them.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class InputBuilder:
         kernel_blocks: tuple[int, ...] | None = None,
         *,
         device_tokens: DeviceTokens | None = None,
+        has_prompt_lens: bool = False,
     ) -> None:
         rows = state.num_slots
         self._device_tokens = device_tokens
@@ -93,6 +98,7 @@ class InputBuilder:
         self._token_ids, self._positions = staged(torch.int64, max_tokens), staged(torch.int64, max_tokens)
         self._query_start_loc, self._seq_lens = staged(torch.int32, rows + 1), staged(torch.int32, rows)
         self._logits_indices = staged(torch.int64, max(rows, max_tokens))
+        self._prompt_lens = staged(torch.int32, rows) if has_prompt_lens else None
         self._slot_mappings = [staged(torch.int64, max_tokens) for _ in state.tables]
         self._block_tables = [
             staged(torch.int32, rows, table.max_blocks * ratio)
@@ -139,6 +145,7 @@ class InputBuilder:
         num_drafts = None if row_drafts is None else row_drafts.counts[sample_rows]
         num_logits = self._index_logits(starts[1:], sample_rows, num_tokens, num_drafts)
         token_ids, draft_ids = self._upload_ids(slots, samples, num_tokens, padded_tokens, row_drafts)
+        prompt_lens, prompt_lens_cpu = self._fill_prompt_lens(slots, padded_rows)
         return InputBatch(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -160,7 +167,17 @@ class InputBuilder:
             logits_indices=self._logits_indices.upload(num_logits),
             num_drafts=num_drafts,
             drafts=draft_ids,
+            prompt_lens=prompt_lens,
+            prompt_lens_cpu=prompt_lens_cpu,
         )
+
+    def _fill_prompt_lens(self, slots: Int32Array, padded_rows: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
+        if self._prompt_lens is None:
+            return None, None
+        host = self._prompt_lens.host[:padded_rows]
+        host[: len(slots)] = self._state.num_prompt_tokens[slots]
+        host[len(slots) :] = 0
+        return self._prompt_lens.upload(padded_rows), host
 
     def _fill_lengths(
         self, computed: Int32Array, scheduled: Int32Array, num_tokens: int, padded_rows: int
