@@ -33,6 +33,7 @@ class ReferenceImpl(AttentionImpl):
         self.params = params
         slopes = params.alibi_slopes
         self._slopes = None if slopes is None else torch.tensor(list(slopes), dtype=torch.float32)
+        self._views: dict[tuple[tuple[int, int], bool, bool], LayerView] = {}
         self._needs_scores = params.logits_soft_cap is not None or slopes is not None or params.sinks is not None
 
     def forward(
@@ -117,18 +118,25 @@ class ReferenceImpl(AttentionImpl):
     def _view(
         self, cache: LayerCache | None, dtype: torch.dtype, *, explicit: bool, cache_only: bool = False
     ) -> LayerView:
+        # What a narrower cache makes of keys is what later steps see, so this one is to see the same.
+        cache_only = cache_only or (cache is not None and cache.dtype != dtype)
+        pages = (0, 0) if cache is None else (cache.pages_per_block, cache.page_bytes)
+        view = self._views.get((pages, explicit, cache_only))
+        if view is None:
+            view = self._views[pages, explicit, cache_only] = self._new_view(pages, explicit, cache_only)
+        return view
+
+    def _new_view(self, pages: tuple[int, int], explicit: bool, cache_only: bool) -> LayerView:
         params = self.params
         is_cross = params.kind is AttentionKind.ENCODER_DECODER
-        # What a narrower cache makes of keys is what later steps see, so this one is to see the same.
-        is_rounded = cache is not None and cache.dtype != dtype
         return LayerView(
             window=None if is_cross else params.sliding_window,
             num_kv_heads=params.num_kv_heads,
-            pages_per_block=0 if cache is None else cache.pages_per_block,
-            page_bytes=0 if cache is None else cache.page_bytes,
+            pages_per_block=pages[0],
+            page_bytes=pages[1],
             tile_queries=EXPLICIT_TILE_QUERIES if explicit else TILE_QUERIES,
             spelling=Spelling(masks=explicit, distances=self._slopes is not None),
-            cache_only=cache_only or is_cross or is_rounded,
+            cache_only=cache_only or is_cross,
             chunk=None if is_cross else params.chunk_size,
             keeps_prompt=params.keeps_prompt,
             is_cross=is_cross,

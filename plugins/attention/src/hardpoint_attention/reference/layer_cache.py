@@ -6,6 +6,7 @@ Legend: K KV heads, D head size of keys, V of values, B block size, W elements p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -57,31 +58,31 @@ class LayerCache:
         if not self.dtype.is_floating_point and self.dtype is not torch.int8:
             raise TypeError(f"no way to read a KV cache of {self.dtype} is known; choose another --kv-cache-dtype")
         self._cache = kv_cache
-        self.pages_per_block = self.num_kv_heads
-        self._pages = self._contiguous_pages()
 
-    def _contiguous_pages(self) -> torch.Tensor | None:
-        """[pages, page size] over the same memory, if pages lie so; sets how many of them a block is apart."""
-        cache = self._cache
-        num_blocks, kv_heads, _, width = cache.shape
-        apart = kv_heads if num_blocks == 1 else cache.stride(0) // self.page_size
-        expected = (apart * self.page_size, self.page_size, width, 1)
+    @cached_property
+    def _apart(self) -> int | None:
+        """How many pages a block is from the next, where pages are contiguous and evenly spaced."""
+        shape, strides = self._cache.shape, self._cache.stride()
+        apart = self.num_kv_heads if shape[0] == 1 else strides[0] // self.page_size
+        expected = (apart * self.page_size, self.page_size, self.width, 1)
         # The stride of a dimension of size one means nothing (R5.42).
-        real = zip(cache.shape, cache.stride(), expected, strict=True)
-        if any(stride != wanted for size, stride, wanted in real if size > 1):
-            return None
-        self.pages_per_block = apart
-        rows = (num_blocks - 1) * apart + kv_heads
-        return _as_copyable(cache).as_strided((rows, self.page_size), (self.page_size, 1))
+        real = zip(shape, strides, expected, strict=True)
+        return None if any(stride != wanted for size, stride, wanted in real if size > 1) else apart
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.num_kv_heads if self._apart is None else self._apart
 
     def _gathered(self, pages: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """[pages * B, W]."""
-        if self._pages is None:
+        cache = _as_copyable(self._cache)
+        if self._apart is None:
             blocks = torch.div(pages, self.num_kv_heads, rounding_mode="floor")
-            picked = _as_copyable(self._cache)[blocks, pages - blocks * self.num_kv_heads]
-            return picked.view(-1, self.width)
-        scratch = workspace.take(pages.shape[0], self.page_size, self._pages.dtype)
-        torch.index_select(self._pages, 0, pages, out=scratch)
+            return cache[blocks, pages - blocks * self.num_kv_heads].view(-1, self.width)
+        rows = (cache.shape[0] - 1) * self._apart + self.num_kv_heads
+        by_page = cache.as_strided((rows, self.page_size), (self.page_size, 1))
+        scratch = workspace.take(pages.shape[0], self.page_size, cache.dtype)
+        torch.index_select(by_page, 0, pages, out=scratch)
         return scratch.view(-1, self.width)
 
     @property
