@@ -186,7 +186,8 @@ class AttentionMetadataBuilder(ABC):
 class AttentionImpl(ABC):
     """The computation behind one attention layer.
 
-    ``kv_cache`` is [blocks, K, block size, 2 D], the keys' D before the values'. Where it is quantized, by
+    ``kv_cache`` is [blocks, K, block size, 2 D], the keys' D before the values'; its blocks may be further apart than
+    they are long. Where it is quantized, queries see what is stored, of this step's tokens as well, and by
     ``KVQuantization`` of its spec:
 
     - ``PER_TENSOR``: its elements are float8, ``real / scale`` with the scales of ``AttentionLayerParams``, and what

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, BlockSizeRule
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
-from hardpoint_testing_torch.attention_problems import make_problem
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_suite_base import MIXED, AttentionRules, variant
 
@@ -72,9 +70,9 @@ class AttentionAnswerRules(AttentionRules):
             if not sensible(drawn):
                 continue
             shape = variant(base, **drawn)
-            takes_blocks = backend.block_sizes(shape.need()).accepts(shape.block_size)
-            if takes_blocks and self.reason(backend, shape.need()) is None:
-                self.check(backend, make_problem(shape, MIXED, seed))
+            takes_blocks = backend.block_sizes(self.need(shape)).accepts(shape.block_size)
+            if takes_blocks and self.reason(backend, self.need(shape)) is None:
+                self.check(backend, self.problem(shape, MIXED, seed))
 
     def test_it_declares_the_block_sizes_it_takes(
         self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration
@@ -84,7 +82,7 @@ class AttentionAnswerRules(AttentionRules):
         if stated is None:
             pytest.skip(f"{backend.name} declares no {BLOCK_SIZES_CAPABILITY!r}; the launcher then leaves it out")
         declared = BlockSizeRule(stated.get("multiple_of"), tuple(stated.get("exact", ())))
-        real = backend.block_sizes(base.need())
+        real = backend.block_sizes(self.need(base))
         differ = [size for size in range(1, 513) if declared.accepts(size) != real.accepts(size)]
         assert not differ, f"declared: {declared}; block_sizes(): {real}; they differ for {differ[:8]}"
 
@@ -96,11 +94,9 @@ class AttentionAnswerRules(AttentionRules):
         answers: dict[str, Any] = {
             "returns_lse": backend.returns_lse,
             "kv_write_mode": str(backend.kv_write_mode),
-            "batch_invariant": self.reason(backend, replace(base.need(), batch_invariant=True)) is None,
-            "kinds": [
-                str(kind) for kind in AttentionKind if self.reason(backend, replace(base.need(), kind=kind)) is None
-            ],
-            "mla": self.reason(backend, replace(base.need(), num_kv_heads=1, uses_mla=True)) is None,
+            "batch_invariant": self.reason(backend, self.need(base, batch_invariant=True)) is None,
+            "kinds": [str(kind) for kind in AttentionKind if self.reason(backend, self.need(base, kind=kind)) is None],
+            "mla": self.reason(backend, self.need(base, num_kv_heads=1, uses_mla=True)) is None,
         }
         for key in answers.keys() & declared.keys():
             stated = sorted(declared[key]) if key == "kinds" else declared[key]
@@ -110,13 +106,13 @@ class AttentionAnswerRules(AttentionRules):
     @pytest.mark.parametrize("name", STRANGE_NEEDS)
     def test_impossible_needs_are_refused(self, backend: AttentionBackend, base: AttentionShape, name: str) -> None:
         """R5.5: refusing at start is what keeps an unsupported combination out of the first forward."""
-        reason = self.reason(backend, replace(base.need(), **STRANGE_NEEDS[name]))
+        reason = self.reason(backend, self.need(base, **STRANGE_NEEDS[name]))
         assert reason is not None, f"{backend.name} accepts {name}"
 
     @pytest.mark.parametrize("name", RARE_NEEDS)
     def test_rare_needs_get_an_answer(self, backend: AttentionBackend, base: AttentionShape, name: str) -> None:
         """None or a reason, the same each time."""
-        need = replace(base.need(), **RARE_NEEDS[name])
+        need = self.need(base, **RARE_NEEDS[name])
         assert self.reason(backend, need) == self.reason(backend, need), "refuse() is no pure function of its argument"
 
     def test_its_probe_answers(self, declaration: PluginDeclaration) -> None:
@@ -131,7 +127,7 @@ class AttentionAnswerRules(AttentionRules):
 
     def test_impossible_head_counts_are_refused(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.12: a reason for people, not an exception."""
-        reason = self.reason(backend, variant(base, num_heads=5, num_kv_heads=2).need())
+        reason = self.reason(backend, self.need(variant(base, num_heads=5, num_kv_heads=2)))
         assert reason is not None
         assert "5" in reason
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, KVWriteMode
-from hardpoint_testing_torch.attention_problems import AttentionProblem, make_problem, run_backend
+from hardpoint_testing_torch.attention_problems import AttentionProblem, run_backend
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_suite_base import LONG, MIXED, AttentionRules, variant
 
@@ -34,21 +34,21 @@ TOGETHER: list[dict[str, Any]] = [
 class AttentionCacheRules(AttentionRules):
     def test_writing_touches_exactly_the_addressed_slots(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.71, R5.72: padding has no slot or a negative one, and every other byte stays."""
-        self.check_writing(backend, make_problem(base, MIXED))
+        self.check_writing(backend, self.problem(base, MIXED))
 
     def test_writing_latents_touches_exactly_the_addressed_slots(
         self, backend: AttentionBackend, base: AttentionShape
     ) -> None:
         """The same, with nothing but keys to write."""
         for shape in self.latents(backend, base):
-            self.check_writing(backend, make_problem(shape, MIXED))
+            self.check_writing(backend, self.problem(shape, MIXED))
 
     @pytest.mark.parametrize("storage", QUANTIZED)
     def test_writing_quantized_states(
         self, backend: AttentionBackend, base: AttentionShape, storage: dict[str, object]
     ) -> None:
         """R5.71, R5.72: what is stored stands for the nearest values there are, and every other byte stays."""
-        problem = make_problem(variant(base, **storage), MIXED)
+        problem = self.problem(variant(base, **storage), MIXED)
         self.require(backend, problem.shape)
         self.check_writing(backend, problem)
 
@@ -57,7 +57,7 @@ class AttentionCacheRules(AttentionRules):
         self, backend: AttentionBackend, base: AttentionShape, storage: dict[str, object]
     ) -> None:
         """One large value must not turn into NaN or infinity, which would spoil every later query of its row."""
-        problem = make_problem(variant(base, **storage), [(3, 4), (0, 2)])
+        problem = self.problem(variant(base, **storage), [(3, 4), (0, 2)])
         self.require(backend, problem.shape)
         problem.key[1, 0, 3], problem.value[2, 0, 1] = 1e5, -1e5
         self.check_writing(backend, problem)
@@ -67,21 +67,21 @@ class AttentionCacheRules(AttentionRules):
         if backend.kv_write_mode is not KVWriteMode.SEPARATE:
             pytest.skip(f"{backend.name} writes the cache inside forward")
         problem = problem.padded(3)
-        cache = torch.full(problem.kv_cache().shape, 5.0).to(problem.kv_cache().dtype)
+        cache = torch.full_like(problem.kv_cache().float(), 5.0).to(problem.stored.dtype)
         before = by_slot(cache).clone()
         slots = problem.slot_mapping()[:-1]
         backend.create_impl(problem.params()).write_kv(problem.key, problem.value, cache, slots)
         real = slots[slots >= 0]
-        untouched = torch.ones(len(before), dtype=torch.bool)
+        untouched = torch.ones(len(before), dtype=torch.bool, device=slots.device)
         untouched[real] = False
         after = by_slot(cache)
         assert torch.equal(after[untouched], before[untouched]), "bytes outside of the addressed slots changed"
-        self.check_stored(problem, after[real].view(cache.dtype), len(real))
+        self.check_stored(problem, after[real].view(cache.dtype).cpu(), len(real))
 
     def check_stored(self, problem: AttentionProblem, states: torch.Tensor, count: int) -> None:
         """``states`` [count, K, width] of the cache stand for the first ``count`` keys and values."""
         stored = problem.stored
-        keys, values = problem.key[:count], problem.value[:count]
+        keys, values = problem.key[:count].cpu(), problem.value[:count].cpu()
         if stored.is_exact:
             torch.testing.assert_close(states, stored.encode(keys, values))
             return
@@ -99,7 +99,7 @@ class AttentionCacheRules(AttentionRules):
         shape = variant(base, **storage)
         self.require(backend, shape)
         for rows in (MIXED, LONG):
-            self.check(backend, make_problem(shape, rows))
+            self.check(backend, self.problem(shape, rows))
 
     @pytest.mark.parametrize("storage", QUANTIZED)
     def test_quantized_caches_with_other_features(
@@ -107,20 +107,20 @@ class AttentionCacheRules(AttentionRules):
     ) -> None:
         shapes = [variant(base, **storage, **feature) for feature in TOGETHER]
         for shape in self.accepted(backend, shapes):
-            self.check(backend, make_problem(shape, MIXED))
+            self.check(backend, self.problem(shape, MIXED))
 
     @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
     def test_quantized_latents(self, backend: AttentionBackend, base: AttentionShape, name: str) -> None:
         """R5.43: one scale for the latents, and so for the values in them."""
         for shape in self.latents(backend, variant(base, kv_cache_dtype=name)):
-            self.check(backend, make_problem(shape, MIXED))
+            self.check(backend, self.problem(shape, MIXED))
 
     @pytest.mark.parametrize("storage", QUANTIZED[:2])
     def test_scales_are_read_at_every_call(
         self, backend: AttentionBackend, base: AttentionShape, storage: dict[str, object]
     ) -> None:
         """They are loaded after the layer was made."""
-        problem = make_problem(variant(base, **storage), MIXED)
+        problem = self.problem(variant(base, **storage), MIXED)
         self.require(backend, problem.shape)
         assert problem.key_scale is not None
         assert problem.value_scale is not None
@@ -141,10 +141,10 @@ class AttentionCacheRules(AttentionRules):
         """A backend that declares to write in ``forward`` leaves the step's keys and values in the cache."""
         if backend.kv_write_mode is not KVWriteMode.FUSED:
             pytest.skip(f"{backend.name} writes the cache apart from forward")
-        problem = make_problem(base, MIXED)
+        problem = self.problem(base, MIXED)
         cache = problem.kv_cache()
         run_backend(backend, problem, cache)
-        states = by_slot(cache)[problem.slot_mapping()].view(cache.dtype)
+        states = by_slot(cache)[problem.slot_mapping()].view(cache.dtype).cpu()
         self.check_stored(problem, states, problem.num_tokens)
 
     @pytest.mark.parametrize("storage", [pytest.param({}, id="as it is"), *QUANTIZED])
@@ -154,7 +154,7 @@ class AttentionCacheRules(AttentionRules):
         """R5.70."""
         if backend.kv_write_mode is not KVWriteMode.SEPARATE:
             pytest.skip(f"{backend.name} writes the cache inside forward")
-        problem = make_problem(variant(base, **storage), [(9, 1), (0, 6)])
+        problem = self.problem(variant(base, **storage), [(9, 1), (0, 6)])
         self.require(backend, problem.shape)
         cache, impl, output = problem.kv_cache(), backend.create_impl(problem.params()), problem.empty_output()
         impl.write_kv(problem.key, problem.value, cache, problem.slot_mapping())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint_testing_torch.attention_problems import AttentionProblem, make_problem
+from hardpoint_testing_torch.attention_problems import AttentionProblem
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_suite_base import LONG, AttentionRules, variant
 
@@ -30,11 +30,11 @@ class AttentionLseRules(AttentionRules):
     @pytest.mark.parametrize("feature", FEATURES)
     def test_log_sum_exp(self, backend: AttentionBackend, base: AttentionShape, feature: dict[str, object]) -> None:
         self.require(backend, variant(base, **feature))
-        self.check_log_sum_exp(backend, make_problem(variant(base, **feature), LONG))
+        self.check_log_sum_exp(backend, self.problem(variant(base, **feature), LONG))
 
     def test_log_sum_exp_of_latents(self, backend: AttentionBackend, base: AttentionShape) -> None:
         for shape in self.latents(backend, base):
-            self.check_log_sum_exp(backend, make_problem(shape, LONG))
+            self.check_log_sum_exp(backend, self.problem(shape, LONG))
 
     def check_log_sum_exp(self, backend: AttentionBackend, problem: AttentionProblem) -> None:
         """Output and log-sum-exp equal the dense answers, all keys being in the cache."""
@@ -63,7 +63,7 @@ class AttentionLseRules(AttentionRules):
         """R5.83, I5.2: what cascades are made of. All queries see a prefix of whole blocks, causality is the suffix's
         affair, and sinks enter the prefix only."""
         size = prefix_blocks * base.block_size
-        whole = make_problem(variant(base, **feature), [(size + 6, 1), (size, 4), (size + 9, 2), (2 * size, 1)])
+        whole = self.problem(variant(base, **feature), [(size + 6, 1), (size, 4), (size + 9, 2), (2 * size, 1)])
         self.require(backend, whole.shape)
         cache = whole.kv_cache()
         if backend.returns_lse:
@@ -93,8 +93,8 @@ class AttentionLseRules(AttentionRules):
 
     def test_queries_that_see_nothing(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """A rank's share of a context may hold no key of a row: its output is zero, and its weight too."""
-        problem = make_problem(variant(base, causal=False), [(9, 1), (6, 2)])
-        reason = self.reason(backend, replace(problem.shape.need(), needs_lse=True))
+        problem = self.problem(variant(base, causal=False), [(9, 1), (6, 2)])
+        reason = self.reason(backend, self.need(problem.shape, needs_lse=True))
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
         common = problem.common()
@@ -112,14 +112,14 @@ class AttentionLseRules(AttentionRules):
         """The other way round: what is not declared raises ``TypeError`` instead of returning something."""
         if backend.returns_lse:
             pytest.skip(f"{backend.name} declares a log-sum-exp")
-        problem = make_problem(base, [(0, 3)])
+        problem = self.problem(base, [(0, 3)])
         impl = backend.create_impl(problem.params())
         with pytest.raises(TypeError):
             impl.forward_with_lse(problem.query, problem.kv_cache(), problem.common(), torch.empty_like(problem.query))
 
     def test_who_accepts_the_need_declares_it(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """Cascades ask for log-sum-exps by a need, and rely on the answer."""
-        reason = self.reason(backend, replace(base.need(), needs_lse=True))
+        reason = self.reason(backend, self.need(base, needs_lse=True))
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
         assert backend.returns_lse, f"{backend.name} accepts needs_lse but does not declare returns_lse"
@@ -128,4 +128,4 @@ class AttentionLseRules(AttentionRules):
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial outputs [T, H, V] and log-sum-exps [T, H] as one."""
     lse = torch.logsumexp(torch.stack([part for _, part in parts]), dim=0)
-    return sum((output * torch.exp(part - lse)[..., None] for output, part in parts), torch.zeros(())), lse
+    return torch.stack([output * torch.exp(part - lse)[..., None] for output, part in parts]).sum(0), lse

@@ -190,7 +190,7 @@ class AttentionProblem:
         new_ids = torch.cat(
             (torch.zeros(1, dtype=torch.long), 1 + torch.randperm(self.num_blocks - 1, generator=generator))
         )
-        return replace(self, block_table=new_ids[self.block_table.long()].int())
+        return replace(self, block_table=new_ids.to(self.block_table.device)[self.block_table.long()].int())
 
     def alone(self, row: int) -> AttentionProblem:
         """Only ``row`` of the problem, in the same blocks."""
@@ -224,7 +224,7 @@ class AttentionProblem:
 
         def pad(values: torch.Tensor, length: int) -> torch.Tensor:
             real = values[:length]
-            return torch.cat((real, torch.full_like(values[:1], torch.nan).repeat(num_padding, 1, 1)))
+            return torch.cat((real, real.new_full((num_padding, *real.shape[1:]), torch.nan)))
 
         return replace(
             self,

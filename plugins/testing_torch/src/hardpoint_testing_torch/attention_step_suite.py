@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, GraphSupport
-from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, make_problem, run_backend
+from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, run_backend
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_suite_base import LONG, MIXED, AttentionRules, assert_near, variant
 from hardpoint_testing_torch.step_buffers import HostBlind, StepBuffers
@@ -31,7 +31,7 @@ class AttentionStepRules(AttentionRules):
     @pytest.mark.parametrize("feature", OFTEN)
     def test_block_ids_do_not_matter(self, backend: AttentionBackend, base: AttentionShape, feature: str) -> None:
         """I5.1: blocks."""
-        problem = make_problem(variant(base, **OFTEN[feature]), MIXED)
+        problem = self.problem(variant(base, **OFTEN[feature]), MIXED)
         self.require(backend, problem.shape)
         self.check_equal(backend, problem, run_backend(backend, problem.permuted(7)))
 
@@ -40,7 +40,7 @@ class AttentionStepRules(AttentionRules):
         self, backend: AttentionBackend, base: AttentionShape, feature: str
     ) -> None:
         """I5.1: batch order. What belongs to a row goes with it: ranges, prompts, causality."""
-        problem = make_problem(variant(base, **OFTEN[feature]), MIXED)
+        problem = self.problem(variant(base, **OFTEN[feature]), MIXED)
         self.require(backend, problem.shape)
         order = (4, 0, 2, 5, 1, 3)
         parts = run_backend(backend, problem.picked(order)).split([problem.rows[row][1] for row in order])
@@ -49,7 +49,7 @@ class AttentionStepRules(AttentionRules):
     @pytest.mark.parametrize("feature", OFTEN)
     def test_padding_does_not_matter(self, backend: AttentionBackend, base: AttentionShape, feature: str) -> None:
         """I5.1 and R5.48: NaN tokens behind the real ones change nothing, nor do empty rows of the null block."""
-        problem = make_problem(variant(base, **OFTEN[feature]), MIXED)
+        problem = self.problem(variant(base, **OFTEN[feature]), MIXED)
         self.require(backend, problem.shape)
         self.check_equal(backend, problem, run_backend(backend, problem.padded(5)))
         self.check_equal(backend, problem, run_backend(backend, problem.padded(2, num_rows=2)))
@@ -64,7 +64,7 @@ class AttentionStepRules(AttentionRules):
         self, backend: AttentionBackend, base: AttentionShape, feature: str, sizes: tuple[int, ...]
     ) -> None:
         """I5.2: any split, over one cache; a decode of another request is in every step."""
-        whole = make_problem(variant(base, **FEATURES[feature]), [(0, sum(sizes)), (30, 1)])
+        whole = self.problem(variant(base, **FEATURES[feature]), [(0, sum(sizes)), (30, 1)])
         self.require(backend, whole.shape)
         cache, outputs, begin = whole.kv_cache(), [], 0
         for size in sizes:
@@ -81,8 +81,8 @@ class AttentionStepRules(AttentionRules):
         shape = variant(base, **OFTEN[feature])
         self.require(backend, shape)
         eight = [*MIXED, (8, 4), (1, 1)]
-        steps = [make_problem(shape, eight), make_problem(shape, [(6, 1), (0, 3), (2, 1)], seed=1)]
-        steps += [make_problem(shape, LONG, seed=2), make_problem(shape, [(31, 1)], seed=3)]
+        steps = [self.problem(shape, eight), self.problem(shape, [(6, 1), (0, 3), (2, 1)], seed=1)]
+        steps += [self.problem(shape, LONG, seed=2), self.problem(shape, [(31, 1)], seed=3)]
         builder = self.builder(backend, steps[0])
         for problem in steps:
             cache, impl = problem.kv_cache(), backend.create_impl(problem.params())
@@ -93,7 +93,7 @@ class AttentionStepRules(AttentionRules):
 
     def test_fast_builds_compute_the_same(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.31: what is not planned ahead is only slower."""
-        problem = make_problem(base, MIXED)
+        problem = self.problem(base, MIXED)
         cache, impl, output = problem.kv_cache(), backend.create_impl(problem.params()), problem.empty_output()
         self.write(backend, problem, cache)
         metadata = self.builder(backend, problem).build(problem.common(), fast=True)
@@ -104,7 +104,7 @@ class AttentionStepRules(AttentionRules):
         """R5.83, I5.2: knowing that all rows begin with the same blocks may save work, and gives the same answers."""
         blocks, size = -(-272 // base.block_size), base.block_size
         common = blocks * size
-        problem = make_problem(base, [(common + 3, 1), (common, 5), (common + 2 * size, 1), *[(common + 1, 2)] * 7])
+        problem = self.problem(base, [(common + 3, 1), (common, 5), (common + 2 * size, 1), *[(common + 1, 2)] * 7])
         keys, values = (states[:common] for states in problem.history[0])
         history = [(torch.cat((keys, k[common:])), torch.cat((values, v[common:]))) for k, v in problem.history]
         table = problem.block_table.clone()
@@ -117,7 +117,7 @@ class AttentionStepRules(AttentionRules):
         self, backend: AttentionBackend, base: AttentionShape, feature: str
     ) -> None:
         """R5.36: tensors that raise where the host would have to read them; the host copies say enough."""
-        problem = make_problem(variant(base, **OFTEN[feature]), MIXED)
+        problem = self.problem(variant(base, **OFTEN[feature]), MIXED)
         self.require(backend, problem.shape)
         builder, common = self.builder(backend, problem), problem.common()
         blind = {
@@ -134,7 +134,7 @@ class AttentionStepRules(AttentionRules):
         seen: list[set[int]] = []
         kept = []
         for rows in ([(9, 1), (30, 1), (4, 1), (12, 1)], [(1, 1), (2, 1)], [(40, 1), (17, 1), (3, 1)]):
-            kept.append(builder.build(buffers.common(make_problem(base, rows))))
+            kept.append(builder.build(buffers.common(self.problem(base, rows))))
             seen.append(addresses(kept[-1]) - buffers.addresses())
         assert seen[0] == seen[1] == seen[2], "builds for graphs allocate tensors of their own"
 
@@ -142,10 +142,10 @@ class AttentionStepRules(AttentionRules):
         """R5.34, P5.1: a replay reads the metadata it was captured with, so later builds must reach that; rows that a
         smaller step does not have are silent."""
         buffers, builder = self.for_graphs(backend, base)
-        first = make_problem(base, [(9, 1), (30, 1), (4, 1), (12, 1)])
+        first = self.problem(base, [(9, 1), (30, 1), (4, 1), (12, 1)])
         captured = builder.build(buffers.common(first))
         for seed, rows in enumerate(([(1, 1), (3, 1), (17, 1), (40, 1)], [(20, 1), (5, 1)], [(2, 1), (45, 1), (7, 1)])):
-            problem = make_problem(base, rows, seed)
+            problem = self.problem(base, rows, seed)
             builder.build(buffers.common(problem))
             impl, cache = backend.create_impl(problem.params()), problem.kv_cache()
             self.write(backend, problem, cache)
@@ -156,28 +156,29 @@ class AttentionStepRules(AttentionRules):
 
     def for_graphs(self, backend: AttentionBackend, base: AttentionShape) -> tuple[StepBuffers, Any]:
         """Buffers for four decodes and a builder; skips backends whose metadata no graph may use."""
-        problem = make_problem(base, [(9, 1)])
+        problem = self.problem(base, [(9, 1)])
         builder = self.builder(backend, problem, rows=4, tokens=4)
         if builder.graph_support is GraphSupport.NEVER:
             pytest.skip(f"{backend.name} declares that its metadata is not for graphs")
-        return StepBuffers(rows=4, columns=1 - (-64 // base.block_size), block_size=base.block_size), builder
+        columns = 1 - (-64 // base.block_size)
+        return StepBuffers(4, columns, base.block_size, problem.query.device), builder
 
     def test_batch_invariance_is_kept_where_it_is_accepted(
         self, backend: AttentionBackend, base: AttentionShape
     ) -> None:
         """Equal bits for a row whatever its neighbors, if the backend accepts the need for it."""
-        reason = self.reason(backend, replace(base.need(), batch_invariant=True))
+        reason = self.reason(backend, self.need(base, batch_invariant=True))
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
-        together = make_problem(base, LONG)
+        together = self.problem(base, LONG)
         outputs = run_backend(backend, together).split([query for _, query in LONG])
         for row, output in enumerate(outputs):
             assert torch.equal(run_backend(backend, together.alone(row)), output), f"row {row} depends on its neighbors"
 
     def test_one_builder_serves_layers_of_any_name(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """One metadata object is read by all layers of a group, in any order and more than once."""
-        problem = make_problem(base, MIXED)
-        builder = backend.create_builder(problem.spec(), [LAYER, "other"], 8, 256, torch.device("cpu"))
+        problem = self.problem(base, MIXED)
+        builder = backend.create_builder(problem.spec(), [LAYER, "other"], 8, 256, problem.query.device)
         metadata = builder.build(problem.common())
         for name in (LAYER, "other", LAYER):
             cache, impl, output = problem.kv_cache(), backend.create_impl(problem.params(name)), problem.empty_output()
@@ -202,7 +203,7 @@ def part_of_prompt(whole: AttentionProblem, begin: int, size: int) -> AttentionP
 
 def pad_rows(states: torch.Tensor, count: int) -> torch.Tensor:
     """``states`` [T, ...] with zeros up to ``count`` tokens."""
-    return torch.cat((states, torch.zeros(count - len(states), *states.shape[1:], dtype=states.dtype)))
+    return torch.cat((states, states.new_zeros(count - len(states), *states.shape[1:])))
 
 
 def addresses(value: Any) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed, KVWriteMode
+from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import ProbeStatus
 from hardpoint.interfaces.worker import WorkerContext
 from hardpoint.testing.plugin_suite import PluginSuite
 from hardpoint_testing_torch.attention_oracle import dense_attention
-from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, run_backend
+from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, make_problem, run_backend
 from hardpoint_testing_torch.attention_shape import AttentionShape
 
 __all__ = ["LONG", "MIXED", "AttentionRules", "edge_rows", "variant"]
@@ -43,7 +44,8 @@ class AttentionRules(PluginSuite):
 
     Tolerances are relative to outputs of order one. ``stored_tolerance``: larger ones, by the name of what keys and
     values are stored as, for kernels that compute in a quantized cache's own dtype. ``latent_sizes`` are sizes of keys
-    and of the values in them, for backends with latents (MLA).
+    and of the values in them, for backends with latents (MLA). Kernels that run elsewhere than on the CPU name torch's
+    ``device`` and the ``description`` that they are asked about.
     """
 
     kind: ClassVar[str] = "attention_backend"
@@ -51,6 +53,8 @@ class AttentionRules(PluginSuite):
     stored_tolerance: ClassVar[Mapping[str, float]] = {"int8_per_token_head": 1e-3}
     head_sizes: ClassVar[tuple[int, ...]] = (64, 80, 128)
     latent_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((24, 16), (576, 512))
+    device: ClassVar[str] = "cpu"
+    description: ClassVar[DeviceDescription] = DeviceDescription(device_type="cpu", name="test")
 
     def create_backend(self, ctx: WorkerContext) -> AttentionBackend:
         """The backend under test, as its factory makes it."""
@@ -64,24 +68,40 @@ class AttentionRules(PluginSuite):
             answer = declared.probe() if declared.probe is not None else None
             if answer is not None and answer.status is not ProbeStatus.AVAILABLE:
                 pytest.skip(f"{self.plugin} is {answer.status} here: {answer.reason}")
-        return self.create_backend(self.context(WorkerContext, rank=0, device=torch.device("cpu")))
+        return self.create_backend(self.context(WorkerContext, rank=0, device=torch.device(self.device)))
 
     @pytest.fixture
     def base(self, backend: AttentionBackend) -> AttentionShape:
         """Smallest shape used where nothing else is asked; override for backends with stricter shapes."""
         return AttentionShape()
 
+    def problem(
+        self,
+        shape: AttentionShape,
+        rows: Sequence[tuple[int, int]],
+        seed: int = 0,
+        *,
+        encoder_rows: Sequence[tuple[int, int]] | None = None,
+    ) -> AttentionProblem:
+        """As :func:`make_problem` makes it, on the device under test."""
+        return make_problem(shape, rows, seed, encoder_rows=encoder_rows).to(self.device)
+
+    def need(self, shape: AttentionShape, **changes: Any) -> AttentionNeed:
+        """``shape`` as a question about the device under test, with ``changes``."""
+        return replace(shape.need(self.description), **changes)
+
     def require(self, backend: AttentionBackend, shape: AttentionShape) -> None:
         """Skip the test, with the backend's own words, where it does not serve ``shape``."""
-        reason = self.reason(backend, shape.need())
+        reason = self.reason(backend, self.need(shape))
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
 
     def accepted(self, backend: AttentionBackend, shapes: list[AttentionShape]) -> list[AttentionShape]:
         """Those of ``shapes`` that the backend serves; skips the test where it serves none."""
-        served = [shape for shape in shapes if self.reason(backend, shape.need()) is None]
+        served = [shape for shape in shapes if self.reason(backend, self.need(shape)) is None]
         if not served:
-            pytest.skip(f"{backend.name}: {self.reason(backend, shapes[0].need()) if shapes else 'no sizes are given'}")
+            why = self.reason(backend, self.need(shapes[0])) if shapes else "no sizes are given"
+            pytest.skip(f"{backend.name}: {why}")
         return served
 
     def latents(self, backend: AttentionBackend, base: AttentionShape) -> list[AttentionShape]:

@@ -55,13 +55,13 @@ def _has_mask(index: Any) -> bool:
 class StepBuffers:
     """Room for steps of up to ``rows`` decodes, with ``columns`` blocks each."""
 
-    def __init__(self, *, rows: int, columns: int, block_size: int) -> None:
+    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.rows = rows
         self.block_size = block_size
-        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32)
-        self.block_table = torch.zeros(rows, columns, dtype=torch.int32)
-        self.slot_mapping = torch.full((rows,), -1)
+        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.slot_mapping = torch.full((rows,), -1, device=device)
 
     def common(self, problem: AttentionProblem) -> CommonAttentionMetadata:
         """The step of ``problem`` for a graph of all rows: those it lacks are empty and of the null block.
