@@ -181,7 +181,12 @@ def partial_cases() -> Iterator[KernelCase]:
 
 
 def write_cases() -> Iterator[KernelCase]:
-    types = {"key": tensor("bf16", 3), "key_cache": tensor("bf16", 4), "slots": ("*i64:16", 1), "num_tokens": "i32"}
+    types: dict[str, Any] = {
+        "key": tensor("bf16", 3),
+        "key_cache": tensor("bf16", 4),
+        "slots": ("*i64:16", 1),
+        "num_tokens": "i32",
+    }
     nothing: dict[str, Any] = {
         "key_scale": None,
         "value_scale": None,

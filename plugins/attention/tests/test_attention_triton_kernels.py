@@ -42,21 +42,29 @@ def test_a_mixed_step_equals_the_dense_answer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_head_sizes_and_dtypes(dtype: torch.dtype, head_size: int) -> None:
+def test_head_sizes_and_dtypes(head_size: int) -> None:
     """R5.47, R5.10."""
-    check(TritonBackend(), make_problem(AttentionShape(head_size=head_size, dtype=dtype), MIXED))
+    for dtype in TOLERANCE:
+        check(TritonBackend(), make_problem(AttentionShape(head_size=head_size, dtype=dtype), [(17, 1), (3, 7)]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (10, 2), (20, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
+def test_latents_of_the_usual_size() -> None:
+    """R5.12: more heads than a block has lanes, in parts; prefills and decodes read the cache alike."""
+    shape = AttentionShape(num_heads=20, num_kv_heads=1, head_size=576, latent_values=512)
+    check(tiles_of(16, 16, splits=2), make_problem(shape, [(33, 1), (0, 5)]))
+    check(TritonBackend(), make_problem(replace(shape, dtype=torch.bfloat16), [(33, 1), (0, 5)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (20, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
 def test_block_sizes_and_head_groups(block_size: int, heads: tuple[int, int]) -> None:
     """R5.15, R5.47: blocks smaller and larger than tiles; groups that fill a block of lanes badly, or not at all."""
     shape = AttentionShape(num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
     around = [size for size in (block_size - 1, block_size, block_size + 1) if size]
-    rows = [*((size, 1) for size in around), (0, 1), *((0, size) for size in around), (2 * block_size - 1, 2)]
+    rows = [*((size, 1) for size in around), (0, 1), (0, block_size + 1), (2 * block_size - 1, 2)]
     check(tiles_of(16, 16), make_problem(shape, rows))
 
 
@@ -66,7 +74,7 @@ def test_block_sizes_and_head_groups(block_size: int, heads: tuple[int, int]) ->
 def test_parts_equal_the_whole(feature: dict[str, Any], splits: int) -> None:
     """R5.33: more parts than a row has tiles are no fault; a sink counts once."""
     shape = replace(AttentionShape(num_heads=4), **feature)
-    check(tiles_of(16, 16, splits), make_problem(shape, [(70, 1), (0, 20), (3, 1), (33, 2)]))
+    check(tiles_of(16, 16, splits), make_problem(shape, [(40, 1), (0, 7), (3, 1), (33, 2)]))
 
 
 @pytest.mark.slow
