@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from flash_cases import flash_backend
 from flash_double import FlashDouble
-from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed, BlockSizeRule
-from hardpoint.interfaces.platform import DeviceDescription
-from hardpoint_attention.flash import FlashBackend, FlashOptions, FlashSurroundings, InstalledKernels
+from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint_attention.flash.capabilities import FP8_DTYPES
 from hardpoint_testing_torch import AttentionBackendSuite, AttentionShape
 
-DEVICES = {
-    2: DeviceDescription(device_type="cuda", name="A100", capability=(8, 0)),
-    3: DeviceDescription(device_type="cuda", name="H100", capability=(9, 0)),
-    4: DeviceDescription(device_type="cuda", name="B200", capability=(10, 0)),
-}
-
-
-class OnCpuTensors(FlashBackend):
-    """Answers for the fabricated device when asked about a CPU, whose tensors the doubles compute with."""
-
-    def refuse(self, need: AttentionNeed) -> str | None:
-        return super().refuse(self._moved(need))
-
-    def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
-        return super().block_sizes(self._moved(need))
-
-    def _moved(self, need: AttentionNeed) -> AttentionNeed:
-        return replace(need, device=self.surroundings.device) if need.device.device_type == "cpu" else need
+pytestmark = pytest.mark.slow
 
 
 class FlashSuite(AttentionBackendSuite):
@@ -44,10 +25,8 @@ class FlashSuite(AttentionBackendSuite):
 
     @pytest.fixture
     def backend(self) -> Iterator[AttentionBackend]:
-        installed = InstalledKernels({self.generation: "test"}, {2: 256})
-        surroundings = FlashSurroundings(DEVICES[self.generation], installed)
         with FlashDouble(with_out=self.generation == 3).installed():
-            yield OnCpuTensors(surroundings, FlashOptions())
+            yield flash_backend(self.generation)
 
     @pytest.fixture
     def base(self, backend: AttentionBackend) -> AttentionShape:

@@ -17,6 +17,8 @@ from hardpoint_testing_torch import AttentionBackendSuite, AttentionShape
 
 H100 = DeviceDescription(device_type="cuda", name="H100", capability=(9, 0))
 
+pytestmark = pytest.mark.slow
+
 
 class OnCpuTensors(FlashInferBackend):
     """Answers for a fabricated device when asked about a CPU, whose tensors the double computes with."""

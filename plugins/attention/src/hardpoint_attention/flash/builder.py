@@ -56,7 +56,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
 
     Attributes:
         updates_for_drafts: whether :meth:`update_for_draft` is offered (R5.90).
-        num_ahead_fallbacks: 1 once schedules are off for good, since layers of the group disagree.
+        plans_ahead: whether builds that are not fast lay tiles out ahead; known from the first build on.
     """
 
     reorder_threshold = None
@@ -90,7 +90,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether builds that are not fast lay tiles out ahead; known from the first build on."""
+        """See the class."""
         traits = self._traits
         return traits is not None and traits.num_heads > 0 and len(traits.windows) == 1 and self._may_plan(traits)
 
@@ -206,7 +206,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             return 0
         rows = common.num_rows
         context = common.seq_lens_cpu[:rows] - np.diff(common.query_start_loc_cpu[: rows + 1])
-        return min(common.num_common_prefix_blocks, int(context.min(initial=0)) // common.block_size if rows else 0)
+        return min(common.num_common_prefix_blocks, int(context.min()) // common.block_size) if rows else 0
 
     def _cascade_parts(
         self, common: CommonAttentionMetadata, plain: RowPart, prefix_blocks: int, prefix_tokens: int
