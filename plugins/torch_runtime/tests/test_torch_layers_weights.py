@@ -353,3 +353,26 @@ def test_the_first_matching_rule_counts() -> None:
 def test_unequal_stars_are_refused() -> None:
     with pytest.raises(ValueError, match="equally many"):
         RuleBook([WeightRule("a.*", "x")])
+
+
+def test_a_quicker_way_to_unpack_is_asked_first() -> None:
+    """What it declines unpacks itself, and plain tensors are not its affair."""
+    arrays, asked = complete(), []
+    quick, slow = "blocks.0.gate_proj.weight", "blocks.0.up_proj.weight"
+    raw = np.zeros(1, dtype=np.uint8)
+
+    def packed(name: str, values: np.ndarray) -> WeightTensor:
+        return WeightTensor(name, "gguf.q8_0", values.shape, raw, lambda: values)
+
+    tensors = [one for one in stored(arrays) if one.name not in (quick, slow)]
+    tensors += [packed(quick, np.full_like(arrays[quick], np.nan)), packed(slow, arrays[slow])]
+
+    def unpack(tensor: WeightTensor) -> torch.Tensor | None:
+        asked.append(tensor.name)
+        return torch.from_numpy(arrays[quick]) if tensor.name == quick else None
+
+    model: Any = TinyModel()
+    load_weights(model, ListedLoader(tensors), INFO, show_progress=False, unpack=unpack)
+    expected = np.concatenate([arrays[quick], arrays[slow]])
+    np.testing.assert_array_equal(model.blocks[0].get_parameter("gate_up.weight").numpy(), expected)
+    assert asked == [quick, slow]

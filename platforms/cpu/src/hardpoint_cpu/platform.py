@@ -29,6 +29,8 @@ from hardpoint_cpu.native.levels import best_level
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint.interfaces.model_source import WeightTensor
+
 __all__ = ["CpuOptions", "CpuPlatform", "bound_spinning", "create", "probe"]
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -141,6 +143,13 @@ class CpuPlatform(Platform):
         settings.kv_cache_bytes = _positive(
             "KV cache size", settings.kv_cache_bytes, self._kv_cache_bytes(settings.world_size), "--kv-cache-memory"
         )
+
+    def unpack(self, tensor: WeightTensor) -> torch.Tensor | None:
+        """See ``UnpackingPlatform``: rows of GGUF blocks, once there are kernels."""
+        from hardpoint_cpu.unpacking import unpack_rows
+
+        library = self.kernels.library()
+        return None if library is None else unpack_rows(library, tensor)
 
     def thread_plan(self, world_size: int, environment: Mapping[str, str]) -> ThreadPlan:
         """Threads per worker: one per allowed physical core within the CPU quota, shared out among the ranks.

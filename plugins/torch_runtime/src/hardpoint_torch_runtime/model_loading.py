@@ -19,7 +19,7 @@ from hardpoint_torch_runtime.backend_selection import AttentionChoice
 from hardpoint_torch_runtime.layers import LayerToolkit, LoadingObserver
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
-from hardpoint_torch_runtime.weights import WeightReport, load_weights
+from hardpoint_torch_runtime.weights import UnpackingPlatform, WeightReport, load_weights
 
 __all__ = ["DTYPES", "LoadedModel", "create_model", "load_model", "torch_dtype"]
 
@@ -71,8 +71,12 @@ def load_model(
     )
     model = create_model(plugins, config, toolkit)
     attention = attend(toolkit)
-    loader = _weight_loader(plugins, config, packed=quantization is not None and bool(quantization.accepts_packed))
-    report = load_weights(model, loader, config.model, show_progress=config.show_progress, rank=config.parallel.rank)
+    platform: object = plugins.context("weight_loader", config.model.loader).platform
+    unpack = platform.unpack if isinstance(platform, UnpackingPlatform) else None
+    is_packed = quantization is not None and bool(quantization.accepts_packed)
+    loader = _weight_loader(plugins, config, packed=is_packed or unpack is not None)
+    shown, rank = config.show_progress, config.parallel.rank
+    report = load_weights(model, loader, config.model, show_progress=shown, rank=rank, unpack=unpack)
     observer: object = quantization
     if isinstance(observer, LoadingObserver):
         observer.loading_ended()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,7 +25,19 @@ from hardpoint_torch_runtime.weights.report import PartialModel, Problems, Weigh
 from hardpoint_torch_runtime.weights.rules import RuleBook, WeightPlan
 from hardpoint_torch_runtime.weights.stacks import is_stack, unstack
 
-__all__ = ["as_torch", "load_weights", "shared_tensor"]
+__all__ = ["Unpack", "UnpackingPlatform", "as_torch", "load_weights", "shared_tensor"]
+
+Unpack = Callable[[WeightTensor], torch.Tensor | None]
+"""The values of a tensor in a packed format, of its shape: the bits that its own ``dequantize`` gives. None where there
+is no quicker way."""
+
+
+@runtime_checkable
+class UnpackingPlatform(Protocol):
+    """A platform with kernels that unpack stored tensors."""
+
+    def unpack(self, tensor: WeightTensor) -> torch.Tensor | None:
+        """See ``Unpack``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +67,20 @@ class _Progress:
 
 
 def load_weights(
-    model: Model, loader: WeightLoader, info: ModelInfo, *, show_progress: bool, rank: int = 0
+    model: Model,
+    loader: WeightLoader,
+    info: ModelInfo,
+    *,
+    show_progress: bool,
+    rank: int = 0,
+    unpack: Unpack | None = None,
 ) -> WeightReport:
     """Fill every parameter of ``model`` (a torch module) from ``loader`` by ``model.weight_rules()``.
 
     Values are converted to the parameters' dtype. Afterwards each linear's method repacks what it wants to. Raises
     one ``ModelFormatError`` naming the artifact and all missing, unexpected, ill-shaped and ill-typed tensors. A loader
-    that is a :class:`WeightInventor` is asked for just what the rules expect.
+    that is a :class:`WeightInventor` is asked for just what the rules expect. ``unpack`` is asked for the values of
+    packed tensors before these unpack themselves.
     """
     started = time.perf_counter()
     slots = _slots(model)
@@ -70,7 +89,7 @@ def load_weights(
     with torch.no_grad(), _bar(loader, info, show_progress and rank == 0) as bar:
         for tensor in _tensors(loader, info, plan, slots):
             for part in _parts(tensor, plan, progress):
-                _take(part, model, slots, plan, progress)
+                _take(part, model, slots, plan, progress, unpack)
                 # Or it would live on while the loader unpacks the next one.
                 del part
             bar.update(tensor.data.nbytes)
@@ -134,7 +153,14 @@ def _parts(tensor: WeightTensor, plan: WeightPlan, progress: _Progress) -> Itera
     return unstack(tensor, names)
 
 
-def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: WeightPlan, progress: _Progress) -> None:
+def _take(
+    tensor: WeightTensor,
+    model: Model,
+    slots: dict[str, _Slot],
+    plan: WeightPlan,
+    progress: _Progress,
+    unpack: Unpack | None,
+) -> None:
     destination = plan.book.destination(tensor.name)
     if destination is None:
         progress.unexpected.append(tensor.name)
@@ -157,7 +183,7 @@ def _take(tensor: WeightTensor, model: Model, slots: dict[str, _Slot], plan: Wei
     if tuple(tensor.shape) != placement.stored_shape:
         progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected {list(placement.stored_shape)})")
         return
-    if not _copy(tensor, slot, placement):
+    if not _copy(tensor, slot, placement, unpack):
         progress.ill_typed.append(f"{tensor.name} ({tensor.dtype})")
         return
     progress.num_tensors += 1
@@ -168,13 +194,14 @@ def _is_elsewhere(model: Model, parameter: str) -> bool:
     return isinstance(model, PartialModel) and not model.holds(parameter)
 
 
-def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement) -> bool:
+def _copy(tensor: WeightTensor, slot: _Slot, placement: Placement, unpack: Unpack | None) -> bool:
     """False, and nothing is copied, where the stored values are no floats but the parameter's are."""
     method = _method(slot)
     if tensor.dequantize is not None and isinstance(method, PackedLinearMethod):
         method.load_packed(slot.module, slot.name, placement, tensor)
         return True
-    values = as_torch(tensor)
+    unpacked = None if unpack is None or tensor.dequantize is None else unpack(tensor)
+    values = as_torch(tensor) if unpacked is None else unpacked
     if isinstance(method, StreamingLinearMethod):
         if values.is_floating_point():
             method.load_dense(slot.module, placement, placement.source(values))
