@@ -38,6 +38,26 @@ def test_candidates_and_settings_are_those_of_the_described_device(text: str, fi
     assert device.features >= {"cuda", text.split()[1]}
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype", "size"),
+    [
+        ("cuda sm_90 80GiB", "fp8", 64),
+        ("cuda sm_90 80GiB", "float8_e4m3fn", 64),
+        ("cuda sm_90 80GiB", None, 16),
+        ("cuda sm_90 80GiB", "int8_per_token_head", 16),
+        ("cuda sm_100 180GiB", "fp8", 16),
+        ("cuda sm_89 24GiB", "fp8", 16),
+    ],
+)
+def test_blocks_are_as_large_as_kernels_need(text: str, dtype: str | None, size: int) -> None:
+    """R5.15: the manager's block size comes from what the backends of the device allow."""
+    platform, _ = on(text)
+    settings = EngineSettings(kv_cache_dtype=dtype)
+    platform.check_and_update(settings)
+    assert settings.preferred_block_size == size
+    assert settings.block_size is None, "left to the rules of all candidates"
+
+
 def test_there_are_as_many_as_were_asked_for() -> None:
     platform, _ = on("cuda sm_90 80GiB", 2)
     platform.check_and_update(EngineSettings(world_size=2))

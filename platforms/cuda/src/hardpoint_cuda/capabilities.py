@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["attention_priorities", "features", "supported_quantization"]
+__all__ = ["attention_priorities", "features", "least_block_size", "supported_quantization"]
 
 Capability = tuple[int, int]
 
@@ -48,6 +48,15 @@ def attention_priorities(capability: Capability | None, *, uses_mla: bool = Fals
     if is_blackwell:
         return (_FLASHINFER, _TRITON, _FLASH, _REFERENCE)
     return (_FLASH, _FLASHINFER, _TRITON, _REFERENCE)
+
+
+def least_block_size(capability: Capability | None, kv_cache_dtype: str) -> int:
+    """Tokens of a KV block below which the backends that lead on the device refuse; 1: they take any.
+
+    An 8-bit cache is read on 9.0 in pages of exactly 64 tokens, which larger blocks can be divided into.
+    """
+    is_hopper = capability is not None and capability[0] == 9
+    return 64 if is_hopper and kv_cache_dtype.startswith(("fp8", "float8")) else 1
 
 
 def features(capability: Capability | None) -> frozenset[str]:

@@ -11,7 +11,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.devices import DeviceMap
 from hardpoint.interfaces.platform import EngineSettings, PlatformKind
 from hardpoint.interfaces.plugin import PluginContext, ProbeResult, plugin
-from hardpoint_cuda.capabilities import attention_priorities, features, supported_quantization
+from hardpoint_cuda.capabilities import attention_priorities, features, least_block_size, supported_quantization
 from hardpoint_cuda.nvml import NvmlLibrary
 from hardpoint_gpu.examination import Surroundings, Vendor, examine
 from hardpoint_gpu.framework import FrameworkBuild, version_number
@@ -129,6 +129,9 @@ class CudaPlatform(GpuPlatform):
 
     def check_and_update(self, settings: EngineSettings) -> None:
         super().check_and_update(settings)
+        stored = settings.kv_cache_dtype or ""
+        least = [least_block_size(one.capability, stored) for one in self._visible()]
+        settings.preferred_block_size = max(settings.preferred_block_size or 1, *least, 1)
         fp8 = (settings.kv_cache_dtype or "").startswith("fp8")
         old = [one for one in self._visible() if one.capability is not None and one.capability < (8, 0)]
         if fp8 and old:
