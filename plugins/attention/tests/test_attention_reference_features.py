@@ -279,7 +279,7 @@ def test_a_cache_of_unknown_elements_is_refused() -> None:
 
 
 def test_rows_without_ranges_stay_on_the_plain_path() -> None:
-    """Masks are spelled out only for rows that need one."""
+    """R5.50, P5.4: masks are spelled out only for rows that need one, and there causality is not also built in."""
     problem = make_problem(AttentionShape(uses_mm_prefix=True), [(0, 20), (0, 24), (0, 28)])
     problem = replace(problem, mm_ranges=((), ((2, 9),), ()))
     metadata = BACKEND.create_builder(problem.spec(), [], 8, 256, CPU).build(problem.common())

@@ -50,7 +50,7 @@ def visibilities(draw: st.DrawFn) -> Visibility:
 
 @given(rules=visibilities(), rows=st.permutations(range(3)), context=st.integers(0, 20), queries=st.integers(1, 9))
 def test_the_matrix_is_the_definition(rules: Visibility, rows: list[int], context: int, queries: int) -> None:
-    """R5.44, R5.50, R5.52, R5.55, R5.56: windows, chunks, ranges and kept prompts over a later part of a row, whose
+    """R5.44, R5.50, R5.52, P5.6, R5.55, R5.56: windows, chunks, ranges, kept prompts over a later part of a row, whose
     queries count from its beginning; and the bounds leave out no key that is seen."""
     seq_len = context + queries
     picked = np.array(rows[:2])

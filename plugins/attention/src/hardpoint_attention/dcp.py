@@ -13,7 +13,17 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-__all__ = ["ContextShards", "LocalLengths", "QuerySplit", "offers_fused_draft_update", "split_queries"]
+from hardpoint.interfaces.communicator import Communicator
+from hardpoint_attention.merge import Partial, rank_share, total_lse
+
+__all__ = [
+    "ContextShards",
+    "LocalLengths",
+    "QuerySplit",
+    "merge_over_ranks",
+    "offers_fused_draft_update",
+    "split_queries",
+]
 
 _Lengths = TypeVar("_Lengths", np.ndarray, torch.Tensor)
 
@@ -112,6 +122,21 @@ def split_queries(starts: np.ndarray, threshold: int = 1) -> QuerySplit:
         )
     tokens = int(starts[decodes] - starts[0])
     return QuerySplit(decodes, tokens, len(is_prefill) - decodes, int(starts[-1] - starts[decodes]))
+
+
+def merge_over_ranks(context: Partial, step: Partial, ranks: Communicator, out: torch.Tensor | None = None) -> Partial:
+    """Attention over everything, on every rank of ``ranks``, each of which must call this.
+
+    ``context`` is over the caller's share of the cached tokens, ``step`` over the step's own, the same on every rank
+    and with the sinks, if any. Exchanged are a log-sum-exp per token, head and rank, and the sum of the outputs. The
+    result is in the dtype of ``step``'s output, or in ``out``.
+    """
+    known = context.known_lse
+    lses = [*ranks.all_gather(known.unsqueeze(0), 0).unbind(0), step.known_lse]
+    merged = ranks.all_reduce(rank_share(context, lses)) + rank_share(step, lses)
+    if out is None:
+        return Partial(merged.to(step.output.dtype), total_lse(lses))
+    return Partial(out.copy_(merged), total_lse(lses))
 
 
 def offers_fused_draft_update(dcp_size: int) -> bool:
