@@ -19,6 +19,7 @@ from hardpoint_bench.document_command import run_document
 from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
 from hardpoint_bench.model_command import run_model
+from hardpoint_bench.overhead_command import run_overhead
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
 from hardpoint_bench.suite_command import run_scaling, run_suite
 from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
@@ -26,8 +27,14 @@ from hardpoint_bench.workloads import BY_COMMAND, WORKLOADS, Workload
 __all__ = ["BenchCommand", "create"]
 
 _REPEATS = 3
-_RESULTS = {"suite": run_suite, "scaling": run_scaling, "convert": run_convert, "document": run_document}
-"""Forms of the command whose results become a document."""
+_FORMS = {
+    "suite": run_suite,
+    "scaling": run_scaling,
+    "convert": run_convert,
+    "document": run_document,
+    "overhead": run_overhead,
+}
+"""Forms of the command that are no workloads: most of them make results for a document."""
 
 
 class BenchCommand(CliCommand):
@@ -57,11 +64,11 @@ class BenchCommand(CliCommand):
             if arguments.workload:
                 raise ConfigError(f"--workload is for `hardpoint bench MODEL`; `{name}` is a workload already")
             return run_model(arguments, name, arguments.measured_model)
-        if (form := _RESULTS.get(name)) is not None:
+        if (form := _FORMS.get(name)) is not None:
             return form(arguments, arguments.measured_model)
         if (extra := arguments.measured_model) is not None:
             raise ConfigError(
-                f"{extra!r} after {name!r}: a second name follows one of {', '.join([*BY_COMMAND, *_RESULTS])}"
+                f"{extra!r} after {name!r}: a second name follows one of {', '.join([*BY_COMMAND, *_FORMS])}"
             )
         if arguments.model == SCHEDULER:
             if arguments.workload:
