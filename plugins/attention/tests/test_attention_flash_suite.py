@@ -33,7 +33,10 @@ class FlashSuite(AttentionBackendSuite):
         return AttentionShape(dtype=torch.bfloat16, block_size=self.block_size)
 
 
-class TestFlashAttention3(FlashSuite):
+class TestFlashAttention3(FlashSuite, AttentionBackendSuite):
+    """The installed plugin's declarations are compared with what this one answers."""
+
+    plugin: ClassVar[str | None] = "flash_attn"
     generation = 3
     block_size = 64
 

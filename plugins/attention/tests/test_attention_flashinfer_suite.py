@@ -28,6 +28,7 @@ class OnCpuTensors(FlashInferBackend):
 
 
 class TestFlashInfer(AttentionBackendSuite):
+    plugin: ClassVar[str | None] = "flashinfer"
     head_sizes: ClassVar[tuple[int, ...]] = (64, 128)
 
     @pytest.fixture
