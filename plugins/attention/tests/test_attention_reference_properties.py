@@ -49,7 +49,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes, batch=rows, seed=st.integers(0, 1000))
 def test_any_batch_equals_the_dense_answer(shape: AttentionShape, batch: list[tuple[int, int]], seed: int) -> None:
     """R5.47, with windows and soft cap."""
@@ -57,7 +57,7 @@ def test_any_batch_equals_the_dense_answer(shape: AttentionShape, batch: list[tu
     assert_equal(run_backend(BACKEND, problem), dense_attention(problem)[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=latent_shapes, batch=rows, seed=st.integers(0, 1000), padding=st.integers(0, 3))
 def test_any_batch_of_latents_equals_the_dense_answer(
     shape: AttentionShape, batch: list[tuple[int, int]], seed: int, padding: int
@@ -67,7 +67,7 @@ def test_any_batch_of_latents_equals_the_dense_answer(
     assert_equal(run_backend(BACKEND, problem.permuted(seed).padded(padding)), dense_attention(problem)[0])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shape=st.one_of(shapes, latent_shapes), batch=rows, seed=st.integers(0, 1000), padding=st.integers(0, 9))
 def test_blocks_and_padding_do_not_matter(
     shape: AttentionShape, batch: list[tuple[int, int]], seed: int, padding: int
@@ -99,7 +99,7 @@ def test_the_order_of_rows_does_not_matter(
     assert_equal(run_backend(BACKEND, shuffled), run_backend(BACKEND, problem)[tokens])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shape=st.one_of(shapes, latent_shapes), length=st.integers(2, 60), seed=st.integers(0, 1000), data=st.data())
 def test_any_chunking_equals_one_prefill(shape: AttentionShape, length: int, seed: int, data: st.DataObject) -> None:
     """I5.2: the same prompt in any split."""
