@@ -14,7 +14,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.platform import EngineSettings, LogicalDevice, PlatformKind, ThreadPlan
 from hardpoint.interfaces.plugin import PluginContext, ProbeStatus, ProcessRole, declaration_of
 from hardpoint_cpu.host import Host
-from hardpoint_cpu.platform import CpuOptions, CpuPlatform, bound_spinning, create, probe
+from hardpoint_cpu.platform import CpuOptions, CpuPlatform, bound_spinning, bound_tokenizers, create, probe
 
 GIB = 1 << 30
 DEVICE = LogicalDevice(0)
@@ -142,6 +142,13 @@ class TestThreads:
     ) -> None:
         bound_spinning(environment, 1000)
         assert environment.get("GOMP_SPINCOUNT") == expected
+
+    @pytest.mark.parametrize(("environment", "expected"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+    def test_tokenizers_have_no_threads_unless_the_operator_decides(
+        self, environment: dict[str, str], expected: str
+    ) -> None:
+        bound_tokenizers(environment)
+        assert environment["TOKENIZERS_PARALLELISM"] == expected
 
 
 class TestDevice:

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.model_source import WeightTensor
 
-__all__ = ["CpuOptions", "CpuPlatform", "bound_spinning", "create", "probe"]
+__all__ = ["CpuOptions", "CpuPlatform", "bound_spinning", "bound_tokenizers", "create", "probe"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+TOKENIZERS_VARIABLE = "TOKENIZERS_PARALLELISM"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
 _AUTO = (None, "auto")
@@ -248,7 +249,17 @@ def bound_spinning(environment: MutableMapping[str, str], spin_count: int) -> No
         environment[SPIN_VARIABLE] = str(spin_count)
 
 
+def bound_tokenizers(environment: MutableMapping[str, str]) -> None:
+    """Let tokenizers work in the thread that calls them, unless the operator decided.
+
+    Their library would otherwise keep a pool of as many threads as there are cores, beside the one that computes. It
+    reads the variable at every call.
+    """
+    environment.setdefault(TOKENIZERS_VARIABLE, "false")
+
+
 @plugin("platform", options=CpuOptions, probe=probe, capabilities={"fallback": True})
 def create(ctx: PluginContext, options: CpuOptions) -> CpuPlatform:
     bound_spinning(os.environ, options.spin_count)
+    bound_tokenizers(os.environ)
     return CpuPlatform(options, logger=ctx.logger)
