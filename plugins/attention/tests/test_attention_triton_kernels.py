@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint_attention.merge import Partial
 from hardpoint_attention.merge import merge_partials as merge_plainly
@@ -94,7 +95,7 @@ def test_cascade_equals_plain_attention(feature: dict[str, Any]) -> None:
         check(chosen, shared)
     plan = watch_launches(reads)
     run_backend(TritonBackend(TritonOptions(cascade="always"), plan=plan), shared)
-    assert reads == [(4, 9)], "one plan serves both parts"
+    assert reads == [(4, 9), (1, 9)], "the prefix is planned for as the one long row that it is"
 
 
 def watch_launches(seen: list[tuple[int, int]]) -> Any:
@@ -103,6 +104,49 @@ def watch_launches(seen: list[tuple[int, int]]) -> Any:
         return LaunchPlan(TileConfig(16, 16))
 
     return plan
+
+
+class Recorded(TorchDispatchMode):
+    """Names of torch's operators, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_step_allocates_nothing_and_asks_torch_for_little(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    """P5.7, P5.9, R5.38: views only, few of them, once layers and builder exist."""
+    from hardpoint_attention.triton import launch
+
+    problem = make_problem(AttentionShape(num_heads=2, num_kv_heads=1), [(9, 1), (3, 1)])
+    backend = tiles_of(16, 16, splits)
+    impl, cache, output = backend.create_impl(problem.params()), problem.kv_cache(), problem.empty_output()
+    builder, common = backend.create_builder(problem.spec(), ["layer"], 8, 64, torch.device("cpu")), problem.common()
+    launched: list[str] = []
+    for name in ("attend", "combine_parts", "write_states"):
+        monkeypatch.setattr(launch, name, Launcher(name, launched))
+    with Recorded() as recorded:
+        impl.write_kv(problem.key, problem.value, cache, common.slot_mapping)
+        impl.forward(problem.query, problem.key, problem.value, cache, builder.build(common), output)
+    assert launched == ["write_states", "attend", *(["combine_parts"] if splits > 1 else [])]
+    assert len(recorded.names) <= 14, recorded.names
+    assert {name.split(".")[1] for name in recorded.names} <= {"slice", "view", "unsqueeze", "as_strided"}
+
+
+class Launcher:
+    """Stands in for a kernel, whose interpreter would copy its arguments."""
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self.name = name
+        self.launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **settings: self.launched.append(self.name)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_causality_may_differ_by_row() -> None:
     ],
 )
 def test_a_common_prefix_is_whole_blocks_that_all_rows_have_cached(
-    rows: list[tuple[int, int]], blocks: int, changes: dict[str, bool], prefix: int
+    rows: list[tuple[int, int]], blocks: int, changes: dict[str, Any], prefix: int
 ) -> None:
     """R5.21, R5.35, R5.83."""
     problem = replace(make_problem(AttentionShape(), rows), num_common_prefix_blocks=blocks)

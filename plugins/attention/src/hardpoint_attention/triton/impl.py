@@ -92,7 +92,7 @@ class TritonImpl(AttentionImpl):
             return
         question = self._question(query, states, metadata)
         if self._uses_cascade(states, metadata, question):
-            self._attend_in_cascade(query, states, metadata, self._plan(question), output, lse)
+            self._attend_in_cascade(query, states, metadata, question, output, lse)
             return
         plan = self._plan(question)
         launch, call = _launch(), self._call(query, states, metadata, plan)
@@ -109,17 +109,19 @@ class TritonImpl(AttentionImpl):
         query: torch.Tensor,
         states: CachedStates,
         metadata: TritonMetadata,
-        plan: LaunchPlan,
+        question: LaunchQuestion,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
         """R5.83: everybody's queries as one row over the prefix, then each row's own keys. Sinks go with the prefix."""
         launch = _launch()
         parts, part_lse = self._parts(metadata, 2, output)
-        suffix = replace(self._call(query, states, metadata, replace(plan, splits=1)), key_begin=metadata.common_prefix)
-        as_one_row = replace(suffix.rows, num_rows=1, starts=metadata.prefix_starts, lengths=metadata.prefix_lens)
-        prefix = replace(suffix, rows=as_one_row, causal=0, key_begin=0, masks=(None,) * 4)
-        suffix = replace(suffix, shaping=(*suffix.shaping[:3], None))
+        by_row = LaunchPlan(self._plan(question).tiles)
+        as_one = LaunchPlan(self._plan(replace(question, num_rows=1, max_query_len=metadata.num_tokens)).tiles)
+        whole = self._call(query, states, metadata, by_row)
+        one_row = replace(whole.rows, num_rows=1, starts=metadata.prefix_starts, lengths=metadata.prefix_lens)
+        prefix = replace(whole, rows=one_row, tiles=as_one.tiles, causal=0, masks=(None,) * 4)
+        suffix = replace(whole, key_begin=metadata.common_prefix, shaping=(*whole.shaping[:3], None))
         for index, call in enumerate((prefix, suffix)):
             part = slice(index, index + 1)
             launch.run_attend(query, call, parts[:, :, part], (*launch.strided(part_lse[:, :, part]), 1.0))
