@@ -61,7 +61,7 @@ def norms() -> Iterator[KernelCase]:
         tile = row_tile(size)
         types = {"source": f"*{dtype}", "weight": f"*{dtype}", "target": f"*{dtype}", "num_rows": "i32", "size": "i32"}
         types |= {"outer_stride": "i32", "inner_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
-        constants = {"ROWS": tile.rows, "WIDTH": tile.width, "ONE_PASS": tile.width >= size}
+        constants: dict[str, Any] = {"ROWS": tile.rows, "WIDTH": tile.width, "ONE_PASS": tile.width >= size}
         if adds:
             types["residual"] = f"*{dtype}"
             constants["inner"] = 1
@@ -109,6 +109,7 @@ def quantizations() -> Iterator[KernelCase]:
         types = {"source": f"*{dtype}", "target": "*i8" if to_int8 else "*fp8e4nv", "scales": "*fp32"}
         types |= {"num_rows": "i32", "size": "i32", "source_stride": "i32", "largest": "fp32"}
         constants = {"ROWS": tile.rows, "WIDTH": tile.width, "ONE_PASS": tile.width >= size, "TO_INT8": to_int8}
+        constants["INTERPRETED"] = False
         yield case(
             f"quantize_{'int8' if to_int8 else 'fp8'}[{dtype},{size}]",
             quantize.quantize_kernel,

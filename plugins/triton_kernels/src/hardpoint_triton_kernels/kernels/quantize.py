@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint_triton_kernels.availability import is_interpreted
 from hardpoint_triton_kernels.kernels.common import ceil_div, flat_rows, row_tile
 
 __all__ = ["quantize_fp8", "quantize_int8", "quantize_kernel"]
@@ -21,6 +22,15 @@ def _round_half_even(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _as_fp8(x: tl.tensor) -> tl.tensor:
+    """float32 within the range of float8_e4m3fn, rounded to a value of it: three bits behind the leading one, and
+    multiples of 2 ** -9 where that is less."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 0.015625, _round_half_even(x * 512.0) * 0.001953125, normal)
+
+
+@triton.jit
 def quantize_kernel(
     source: tl.tensor,
     target: tl.tensor,
@@ -33,6 +43,7 @@ def quantize_kernel(
     WIDTH: tl.constexpr,
     ONE_PASS: tl.constexpr,
     TO_INT8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     """``target`` [N, C] contiguous and ``scales`` float32 [N]; a scale is the row's largest magnitude over
     ``largest``."""
@@ -43,7 +54,7 @@ def quantize_kernel(
         inside = (rows < num_rows) & (lanes < size)
         value = tl.load(begin + lanes, mask=inside, other=0.0).to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(value), axis=1, keep_dims=True), largest)
-        _store_rounded(target + rows * size + lanes, value, scale, inside, largest, TO_INT8)
+        _store_rounded(target + rows * size + lanes, value, scale, inside, largest, TO_INT8, INTERPRETED)
     else:
         peak = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
         for first in range(0, size, WIDTH):
@@ -55,13 +66,19 @@ def quantize_kernel(
             columns = first + lanes
             inside = (rows < num_rows) & (columns < size)
             value = tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
-            _store_rounded(target + rows * size + columns, value, scale, inside, largest, TO_INT8)
+            _store_rounded(target + rows * size + columns, value, scale, inside, largest, TO_INT8, INTERPRETED)
     tl.store(scales + rows, scale, mask=rows < num_rows)
 
 
 @triton.jit
 def _store_rounded(
-    place: tl.tensor, value: tl.tensor, scale: tl.tensor, inside: tl.tensor, largest: tl.tensor, TO_INT8: tl.constexpr
+    place: tl.tensor,
+    value: tl.tensor,
+    scale: tl.tensor,
+    inside: tl.tensor,
+    largest: tl.tensor,
+    TO_INT8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     # Rows of zeros, and those too small to have a scale, become zeros.
     scaled = tl.div_rn(value, tl.where(scale > 0, scale, 1.0))
@@ -69,6 +86,9 @@ def _store_rounded(
     if TO_INT8:
         tl.store(place, _round_half_even(scaled).to(tl.int8), mask=inside)
     else:
+        if INTERPRETED:
+            # The interpreter's conversion loses the carry of a value that rounds up to a power of two.
+            scaled = _as_fp8(scaled)
         tl.store(place, scaled.to(tl.float8e4nv), mask=inside)
 
 
@@ -90,6 +110,7 @@ def _quantize(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torc
             WIDTH=tile.width,
             ONE_PASS=tile.width >= size,
             TO_INT8=dtype == torch.int8,
+            INTERPRETED=is_interpreted(quantize_kernel),
             num_warps=tile.warps,
         )
     return target, scales
