@@ -145,6 +145,16 @@ def test_the_layers_window_wins_over_the_groups(best_native: NativeLibrary) -> N
         torch.testing.assert_close(output.double(), dense_attention(problem)[0], rtol=2e-5, atol=2e-5)
 
 
+def test_rows_that_differ_in_causality_are_no_metadata() -> None:
+    """R5.24: the need is refused at start, and should a step bring them all the same, none is computed wrongly."""
+    problem = make_problem(AttentionShape(uses_row_causality=True), [(9, 1), (3, 20)])
+    backend = CpuPagedBackend(Kernels())
+    assert "uses_row_causality" in (backend.objection(problem.shape.need()) or "")
+    builder = backend.create_builder(problem.spec(), [], 4, 64, torch.device("cpu"))
+    with pytest.raises(TypeError, match="uses_row_causality"):
+        builder.build(problem.common())
+
+
 def test_metadata_names_the_addresses_that_whole_steps_need() -> None:
     problem = make_problem(AttentionShape(), [(9, 1), (3, 20)])
     common = problem.common()

@@ -82,6 +82,12 @@ class AttentionLseRules(AttentionRules):
         parts.append(self.part_with_lse(backend, suffix, cache))
         self.compare(whole, *merged(parts))
 
+    def require_lse(self, backend: AttentionBackend, shape: AttentionShape) -> None:
+        """Skip the test for a backend that does not accept to give log-sum-exps of such a shape."""
+        reason = self.reason(backend, self.need(shape, needs_lse=True))
+        if reason is not None:
+            pytest.skip(f"{backend.name}: {reason}")
+
     def part_with_lse(
         self, backend: AttentionBackend, part: AttentionProblem, cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,12 +97,31 @@ class AttentionLseRules(AttentionRules):
         output, lse = self.run_with_lse(backend, part, cache)
         return output.double(), lse.double()
 
+    @pytest.mark.parametrize("feature", [{}, {"uses_sinks": True}, {"kv_cache_dtype": "fp8"}], ids=str)
+    def test_shares_of_a_context_make_the_whole(
+        self, backend: AttentionBackend, base: AttentionShape, feature: dict[str, object]
+    ) -> None:
+        """I5.2: contexts dealt out among ranks, four tokens to each in turn. Some hold nothing of a short row; sinks
+        enter one share only."""
+        whole = self.problem(variant(base, **feature), [(17, 1), (2, 1), (40, 1), (0, 1)])
+        self.require_lse(backend, whole.shape)
+        ranks, parts = 3, []
+        for rank in range(ranks):
+            held = [positions_of(rank, ranks, context + 1) for context, _ in whole.rows]
+            counts = [(len(positions), 0) for positions in held]
+            rows = [(max(count - 1, 0), 1) for count, _ in counts]
+            share = self.problem(variant(whole.shape, causal=False), rows, encoder_rows=counts)
+            states = [all_states(whole, row) for row in range(len(rows))]
+            history = tuple((k[mine], v[mine]) for (k, v), mine in zip(states, held, strict=True))
+            sinks = whole.sinks if rank == 1 else None
+            share = replace(share, query=whole.query, history=history, sinks=sinks)
+            parts.append(self.part_with_lse(backend, share, share.kv_cache()))
+        self.compare(whole, *merged(parts))
+
     def test_queries_that_see_nothing(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """A rank's share of a context may hold no key of a row: its output is zero, and its weight too."""
         problem = self.problem(variant(base, causal=False), [(9, 1), (6, 2)])
-        reason = self.reason(backend, self.need(problem.shape, needs_lse=True))
-        if reason is not None:
-            pytest.skip(f"{backend.name}: {reason}")
+        self.require_lse(backend, problem.shape)
         common = problem.common()
         common.seq_lens_cpu[0] = 0
         common.seq_lens[0] = 0
@@ -123,6 +148,17 @@ class AttentionLseRules(AttentionRules):
         if reason is not None:
             pytest.skip(f"{backend.name}: {reason}")
         assert backend.returns_lse, f"{backend.name} accepts needs_lse but does not declare returns_lse"
+
+
+def positions_of(rank: int, ranks: int, length: int) -> list[int]:
+    """Positions below ``length`` that ``rank`` holds."""
+    return [position for position in range(length) if position // 4 % ranks == rank]
+
+
+def all_states(problem: AttentionProblem, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row's context and of its one query."""
+    keys, values = problem.history[row]
+    return torch.cat((keys, problem.key[row : row + 1])), torch.cat((values, problem.value[row : row + 1]))
 
 
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
