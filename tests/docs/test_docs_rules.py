@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import attention_rules
 import plugin_rules
 import runner_rules
 import scheduling_rules
@@ -13,7 +14,12 @@ from plugin_rules import LESSONS, RULES
 from rule_book import RuleBook, cited, files
 from workspace import ROOT
 
-BOOKS = {"plugins": plugin_rules.BOOK, "scheduling": scheduling_rules.BOOK, "runner": runner_rules.BOOK}
+BOOKS = {
+    "plugins": plugin_rules.BOOK,
+    "scheduling": scheduling_rules.BOOK,
+    "runner": runner_rules.BOOK,
+    "attention": attention_rules.BOOK,
+}
 PLUGIN_NUMBERS = {"R12": 55, "P12": 12, "I12": 7, "L12": 26}
 """How many requirements, pitfalls, invariants and lessons there are."""
 SCHEDULING_NUMBERS = {
@@ -35,6 +41,14 @@ RUNNER_NUMBERS = {
     "P4": [range(1, 14)],
     "I4": [range(1, 8)],
 }
+ATTENTION_NUMBERS = {
+    "R5": [
+        *(range(1, 6), range(10, 17), range(20, 25), range(30, 39), range(40, 49), range(50, 57), range(60, 62)),
+        *(range(70, 73), range(80, 84), range(90, 92)),
+    ],
+    "P5": [range(1, 11)],
+    "I5": [range(1, 6)],
+}
 
 each_book = pytest.mark.parametrize("book", BOOKS.values(), ids=BOOKS)
 
@@ -43,7 +57,11 @@ def test_every_number_has_a_row() -> None:
     expected = [f"{letter}.{number}" for letter, count in PLUGIN_NUMBERS.items() for number in range(1, count + 1)]
     assert list(plugin_rules.BOOK.rules) == expected
     assert len(LESSONS) == PLUGIN_NUMBERS["L12"]
-    for book, numbers in ((scheduling_rules.BOOK, SCHEDULING_NUMBERS), (runner_rules.BOOK, RUNNER_NUMBERS)):
+    for book, numbers in (
+        (scheduling_rules.BOOK, SCHEDULING_NUMBERS),
+        (runner_rules.BOOK, RUNNER_NUMBERS),
+        (attention_rules.BOOK, ATTENTION_NUMBERS),
+    ):
         spans = numbers.items()
         expected = [f"{letter}.{number}" for letter, ranges in spans for span in ranges for number in span]
         assert list(book.rules) == expected

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from attention_rules import BOOK as ATTENTION_RULES
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
@@ -236,6 +237,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     PLUGIN_RULES.page: PLUGIN_RULES.render,
     SCHEDULING_RULES.page: SCHEDULING_RULES.render,
     RUNNER_RULES.page: RUNNER_RULES.render,
+    ATTENTION_RULES.page: ATTENTION_RULES.render,
 }
 
 
