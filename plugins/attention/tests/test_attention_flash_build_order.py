@@ -9,8 +9,8 @@ import pytest
 
 from flash_cases import FlashCase
 from flash_double import FlashDouble
-from hardpoint_attention.flash import builder
 from hardpoint_attention.flash.builder import FlashMetadataBuilder
+from hardpoint_attention.flash.scheduling import split_bound
 
 STEPS = {
     "_learn_layers": "windows of layers",
@@ -36,7 +36,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name, told in STEPS.items():
         monkeypatch.setattr(FlashMetadataBuilder, name, noted(told, getattr(FlashMetadataBuilder, name)))
-    monkeypatch.setattr(builder, "split_bound", noted("bound of splits", builder.split_bound))
+    monkeypatch.setattr("hardpoint_attention.flash.builder.split_bound", noted("bound of splits", split_bound))
     return order
 
 
