@@ -16,8 +16,12 @@ def values(*sizes: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
 
 
-def make(library: NativeLibrary, kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear:
-    return library.linear_bf16(weight.bfloat16(), bias) if kind == "bf16" else library.linear_f32(weight, bias)
+def make(
+    library: NativeLibrary, kind: str, weight: torch.Tensor, bias: torch.Tensor | None, *, invariant: bool = True
+) -> NativeLinear:
+    if kind == "bf16":
+        return library.linear_bf16(weight.bfloat16(), bias, invariant=invariant)
+    return library.linear_f32(weight, bias, invariant=invariant)
 
 
 def reference(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,9 +76,57 @@ def test_adding_to_what_lies_there_and_writing_into_a_part(native: NativeLibrary
 
 
 def test_many_rows_in_groups_keep_their_bits(native: NativeLibrary) -> None:
-    layer = native.linear_f32(values(100, 40))
+    layer = native.linear_f32(values(100, 40), invariant=True)
     x = values(701, 40, seed=5)
     assert torch.equal(layer(x), torch.cat([layer(part) for part in x.split(23)]))
+
+
+# Rows: one more tile, an odd one, two groups of what stays in the cache. Inputs: blocks that are not whole, two steps.
+MANY = [(161, 40, 33), (192, 97, 64), (577, 48, 576), (160, 50, 1000)]
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+@pytest.mark.parametrize("size", MANY, ids=str)
+def test_many_rows_are_as_exact_as_additions_in_float32(
+    native: NativeLibrary, kind: str, size: tuple[int, int, int]
+) -> None:
+    """Where a matrix unit knows bfloat16 only, nothing of a float32 may be lost in its parts."""
+    rows, outputs, inputs = size
+    # Sizes from 2^-20 to 2^20, so that no part can stand in for another.
+    scale = torch.linspace(-20, 20, inputs).exp2()
+    weight, bias = values(outputs, inputs) * scale, values(outputs, seed=1)
+    x = values(rows, inputs, seed=2) / scale
+    expected = reference(kind, x, weight, bias)
+    for invariant in (False, True):
+        found = make(native, kind, weight, bias, invariant=invariant)(x)
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < 1e-7 * inputs**0.5, f"{error:.2e}, invariant: {invariant}"
+
+
+def test_many_rows_add_write_into_parts_and_keep_bits_among_themselves(native: NativeLibrary) -> None:
+    layer = native.linear_f32(values(70, 40), values(70, seed=1))
+    x = values(400, 40, seed=5)
+    product = layer(x)
+    there = values(400, 70, seed=4)
+    assert torch.equal(layer(x, there.clone(), adds=True), there + product)
+    wide = torch.full((400, 100), 7.0)
+    layer(torch.nn.functional.pad(x, (5, 5), value=float("nan"))[:, 5:45], wide[:, 10:80])
+    assert torch.equal(wide[:, 10:80], product)
+    assert (wide[:, :10] == 7).all()
+    assert (wide[:, 80:] == 7).all()
+    assert torch.equal(layer(x[100:300]), product[100:300])
+
+
+def test_bfloat16_gives_the_bits_of_its_widened_weights_for_many_rows_too(native: NativeLibrary) -> None:
+    weight, x = values(100, 70).bfloat16(), values(200, 70, seed=3)
+    assert torch.equal(native.linear_bf16(weight)(x), native.linear_f32(weight.float())(x))
+
+
+def test_only_what_is_asked_to_be_invariant_promises_it_on_every_level(native: NativeLibrary) -> None:
+    layer = native.linear_f32(values(100, 40))
+    x = values(300, 40, seed=5)
+    alone = torch.cat([layer(part) for part in x.split(23)])
+    assert not layer.is_batch_invariant or torch.equal(layer(x), alone)
 
 
 def test_a_weight_that_is_a_part_of_another_is_copied(native: NativeLibrary) -> None:

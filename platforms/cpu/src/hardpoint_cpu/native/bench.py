@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import platform
 import statistics
 import sys
@@ -15,6 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+# Torch's threads would poll for work after each of its turns, on the cores that ours then need. Read at its import.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 

@@ -59,28 +59,37 @@ class NativeLibrary:
             text: bytes = self.function("hp_last_error", returns=ctypes.c_char_p)()
             raise ValueError(text.decode(errors="replace"))
 
-    def linear_f32(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
-        """Packed copy of ``weight`` float32 [O, I], rows contiguous, and ``bias`` float32 [O]."""
-        return self._dense("hp_linear_f32", weight, torch.float32, bias)
+    def linear_f32(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, invariant: bool = False
+    ) -> NativeLinear:
+        """Packed copy of ``weight`` float32 [O, I], rows contiguous, and ``bias`` float32 [O].
 
-    def linear_bf16(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        ``invariant``: take no path that gives a row other bits when more rows come with it.
+        """
+        return self._dense("hp_linear_f32", weight, torch.float32, bias, invariant)
+
+    def linear_bf16(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, invariant: bool = False
+    ) -> NativeLinear:
         """The same for ``weight`` bfloat16 [O, I], which stays bfloat16 and is widened in registers.
 
         Results are those of :meth:`linear_f32` of the widened weight, bit for bit.
         """
-        return self._dense("hp_linear_bf16", weight, torch.bfloat16, bias)
+        return self._dense("hp_linear_bf16", weight, torch.bfloat16, bias, invariant)
 
-    def _dense(self, name: str, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> NativeLinear:
+    def _dense(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None, invariant: bool
+    ) -> NativeLinear:
         _demand("weight", weight, dtype, 2)
         outputs, inputs = weight.shape
         if bias is not None:
             _demand("bias", bias, torch.float32, 1, outputs)
-        make = self.function(name, POINTER, INT64, POINTER, INT64, INT64, POINTER)
+        make = self.function(name, POINTER, INT64, POINTER, INT64, INT64, ctypes.c_int, POINTER)
         handle = POINTER()
         given = None if bias is None else bias.data_ptr()
         # Strides of dimensions of size one mean nothing.
         stride = weight.stride(0) if outputs > 1 else inputs
-        self.check(make(weight.data_ptr(), stride, given, outputs, inputs, ctypes.byref(handle)))
+        self.check(make(weight.data_ptr(), stride, given, outputs, inputs, int(invariant), ctypes.byref(handle)))
         return NativeLinear(self, handle, outputs, inputs)
 
 

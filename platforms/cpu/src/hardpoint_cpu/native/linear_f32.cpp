@@ -3,7 +3,8 @@
 // [outputs / kPanel][inputs / 2][kPanel][2].
 //
 // Every output is one chain of additions in the order of the inputs, whatever the number of rows, so that a row's bits
-// never depend on its neighbors. Rows are read where they lie: packing them was measured to cost what it gains.
+// never depend on its neighbors. Rows are read where they lie: packing them was measured to cost what it gains. Only
+// where there is a matrix unit and invariance is not asked for, many rows go another way (linear_f32_tiles.h).
 #include "linear_f32.h"
 
 #include <unistd.h>
@@ -14,6 +15,7 @@
 
 #include "api.h"
 #include "bf16.h"
+#include "linear_f32_tiles.h"
 #include "simd.h"
 
 namespace hp {
@@ -36,6 +38,16 @@ constexpr std::int64_t kAheadBytes = 16384;
 // Row blocks that share a panel while it is in the second-level cache.
 constexpr std::int64_t kBlocksPerGroup = 16;
 constexpr std::int64_t kLeastProducts = 1 << 17;
+
+#if defined(__AMX_BF16__)
+// From here on splitting weights pays.
+constexpr std::int64_t kTiledRows = 160;
+// Blocks of inputs at once: sums are worth keeping in registers for as long as both sides stay in the cache.
+constexpr std::int64_t kTiledBlocks = 24;
+bool may_use_tiles() { return amx::is_allowed(); }
+#else
+constexpr bool may_use_tiles() { return false; }
+#endif
 
 std::int64_t cache_bytes() {
   static const std::int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -125,20 +137,23 @@ void deliver(const Sums<R>& sums, float* y, std::int64_t y_stride, std::int64_t 
 template <class T>
 class DenseLinear final : public Linear {
  public:
-  DenseLinear(const T* weight, std::int64_t stride, const float* bias, std::int64_t outputs, std::int64_t inputs)
-      : Linear(outputs, inputs), panels_(ceil_div(outputs, kPanel)), panel_size_(round_up(inputs, kGroup) * kPanel),
+  DenseLinear(const T* weight, std::int64_t stride, const float* bias, std::int64_t outputs, std::int64_t inputs,
+              bool invariant)
+      : Linear(outputs, inputs), uses_tiles_(!invariant && may_use_tiles()), panels_(ceil_div(outputs, kPanel)), panel_size_(round_up(inputs, kGroup) * kPanel),
         weight_(panels_ * panel_size_), bias_(panels_ * kPanel) {
-    std::fill_n(weight_.data(), weight_.size(), T{});
     for (std::int64_t n = 0; n < panels_ * kPanel; ++n) bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
-    for (std::int64_t n = 0; n < outputs; ++n) {
-      T* column = weight_.data() + n / kPanel * panel_size_ + n % kPanel * kGroup;
-      for (std::int64_t k = 0; k < inputs; ++k) column[k / kGroup * kGroup * kPanel + k % kGroup] = weight[n * stride + k];
-    }
+    for (std::int64_t panel = 0; panel < panels_; ++panel) pack(panel, weight + panel * kPanel * stride, stride);
   }
 
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
-           Pool& pool, Arena&) const override {
+           Pool& pool, [[maybe_unused]] Arena& arena) const override {
     const Call call{x, x_stride, y, y_stride, into};
+#if defined(__AMX_BF16__)
+    if (uses_tiles_ && rows >= kTiledRows) {
+      run_tiles(call, rows, pool, arena);
+      return;
+    }
+#endif
     // Rows whose inputs stay in the cache while panel after panel passes by.
     const std::int64_t fitting = cache_bytes() / 2 / (inputs * std::int64_t{sizeof(float)});
     const std::int64_t most = std::max<std::int64_t>(kRows, std::min(fitting, kBlocksPerGroup * kRows));
@@ -160,10 +175,24 @@ class DenseLinear final : public Linear {
   std::int64_t bytes() const override {
     return weight_.size() * std::int64_t{sizeof(T)} + bias_.size() * std::int64_t{sizeof(float)};
   }
-  bool is_batch_invariant() const override { return true; }
+  bool is_batch_invariant() const override { return !uses_tiles_; }
 
  private:
   static constexpr std::int64_t kGroup = std::is_same_v<T, float> ? 1 : 2;
+
+  // Of every output one cache line at a time, so that both sides of the transposition stay in the cache.
+  void pack(std::int64_t panel, const T* rows, std::int64_t stride) {
+    constexpr std::int64_t kAtOnce = kLine / std::int64_t{sizeof(T)};
+    T* target = weight_.data() + panel * panel_size_;
+    const std::int64_t width = std::min(kPanel, outputs - panel * kPanel);
+    if (width < kPanel || inputs % kGroup != 0) std::fill_n(target, panel_size_, T{});
+    for (std::int64_t first = 0; first < inputs; first += kAtOnce) {
+      const std::int64_t last = std::min(first + kAtOnce, inputs);
+      for (std::int64_t n = 0; n < width; ++n)
+        for (std::int64_t k = first; k < last; ++k)
+          target[(k / kGroup * kPanel + n) * kGroup + k % kGroup] = rows[n * stride + k];
+    }
+  }
 
   struct Call {
     const float* x;
@@ -202,12 +231,95 @@ class DenseLinear final : public Linear {
                std::min(kPanel, outputs - panel * kPanel), call.into);
   }
 
+#if defined(__AMX_BF16__)
+  static_assert(kPanel == split::kWide * amx::kTileRows);
+  static_assert(kPanel == split::kWide * amx::kTileRows);
+  static constexpr int kWeightParts = split::kPartsOf<T>;
+  static constexpr std::int64_t kWeightsSize = kTiledBlocks * split::kWide * kWeightParts * split::kTile;
+
+  // Some pairs of sixteen rows and some blocks of inputs: what is in a core's own cache at a time. Threads take turns
+  // with panels, so that a thread's next one is likely to be `turn` further.
+  struct Tiled {
+    const split::Half* x;
+    std::int64_t first_pair, pairs, rows, first, blocks, turn;
+  };
+
+  void run_tiles(const Call& call, std::int64_t rows, Pool& pool, Arena& arena) const {
+    const Arena::Scope scope(arena);
+    const std::int64_t pairs = ceil_div(rows, split::kPairRows), blocks = ceil_div(inputs, split::kDepth);
+    const std::int64_t steps = ceil_div(blocks, kTiledBlocks), most_blocks = ceil_div(blocks, steps);
+    const std::int64_t pair_bytes = most_blocks * split::kPairBlock * std::int64_t{sizeof(split::Half)};
+    const std::int64_t groups = ceil_div(pairs, std::max<std::int64_t>(1, cache_bytes() * 5 / 8 / pair_bytes));
+    split::Half* x = arena.take<split::Half>(ceil_div(pairs, groups) * most_blocks * split::kPairBlock);
+    split::Half* weights = arena.take<split::Half>(pool.size() * kWeightsSize);
+    for (std::int64_t turn = 0; turn < groups * steps; ++turn) {
+      const std::int64_t group = turn / steps, step = turn % steps;
+      const std::int64_t first_pair = pairs * group / groups, first = blocks * step / steps;
+      const Tiled part{x, first_pair, pairs * (group + 1) / groups - first_pair, rows, first,
+                       blocks * (step + 1) / steps - first, pool.size()};
+      pool.run(part.pairs, [&](std::int64_t pair, int) {
+        const std::int64_t row = (first_pair + pair) * split::kPairRows;
+        split::split_rows(call.x + row * call.x_stride, call.x_stride, rows - row, inputs, first * split::kDepth,
+                          (first + part.blocks) * split::kDepth, x + pair * part.blocks * split::kPairBlock);
+      });
+      // Rows are shared out only where threads outnumber panels: weights are split anew for each share.
+      const std::int64_t shares = std::clamp<std::int64_t>(2 * pool.size() / panels_, 1, part.pairs);
+      pool.run(shares * panels_, [&](std::int64_t chunk, int thread) {
+        const std::int64_t share = chunk / panels_;
+        tiles(part, chunk % panels_, part.pairs * share / shares, part.pairs * (share + 1) / shares,
+              weights + thread * kWeightsSize, call);
+      });
+    }
+  }
+
+  void tiles(const Tiled& part, std::int64_t panel, std::int64_t pair, std::int64_t last_pair, split::Half* weights,
+             const Call& call) const {
+    const std::int64_t begin = part.first * split::kDepth, end = std::min(begin + part.blocks * split::kDepth, inputs);
+    split::arrange(weight_.data() + panel * panel_size_, inputs, begin, begin + part.blocks * split::kDepth, weights);
+    const T* next = weight_.data() + (panel + part.turn) % panels_ * panel_size_ + begin * kPanel;
+    const std::int64_t lines = (end - begin) * kPanel * std::int64_t{sizeof(T)} / kLine;
+    Ahead ahead{reinterpret_cast<const char*>(next), ceil_div(lines, (last_pair - pair) * part.blocks)};
+    const auto request = [&] { ahead.request(); };
+    const amx::Tiles registers;
+    for (; pair < last_pair; ++pair) {
+      alignas(kAlignment) split::Lines sums;
+      const split::Half* rows = part.x + pair * part.blocks * split::kPairBlock;
+      const std::int64_t row = (part.first_pair + pair) * split::kPairRows;
+      const bool both = row + amx::kTileRows < part.rows;
+      if (both) {
+        split::multiply<2, kWeightParts>(rows, weights, part.blocks, request, sums);
+      } else {
+        split::multiply<1, kWeightParts>(rows, weights, part.blocks, request, sums);
+      }
+      for (std::int64_t tile = 0; tile <= std::int64_t{both}; ++tile)
+        for (std::int64_t column = 0; column < split::kWide; ++column)
+          write_tile(sums[tile][column], row + tile * amx::kTileRows, panel * kPanel + column * amx::kTileRows, part, call);
+    }
+  }
+
+  void write_tile(const float (&lines)[amx::kTileRows][amx::kTileRows], std::int64_t first, std::int64_t output,
+                  const Tiled& part, const Call& call) const {
+    const std::int64_t width = std::min(amx::kTileRows, outputs - output);
+    if (width <= 0) return;
+    const auto mask = static_cast<__mmask16>((1u << width) - 1);
+    const bool starts = part.first == 0, adds = call.into == Into::kAdd || !starts;
+    const __m512 bias = starts ? _mm512_loadu_ps(bias_.data() + output) : _mm512_setzero_ps();
+    for (std::int64_t r = 0; r < std::min(amx::kTileRows, part.rows - first); ++r) {
+      float* target = call.y + (first + r) * call.y_stride + output;
+      __m512 sum = _mm512_add_ps(_mm512_load_ps(lines[r]), bias);
+      if (adds) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, target));
+      _mm512_mask_storeu_ps(target, mask, sum);
+    }
+  }
+#endif
+
   template <int... R>
   static constexpr std::array<Block, kRows> all_blocks(std::integer_sequence<int, R...>) {
     return {&DenseLinear::block<R + 1>...};
   }
   static constexpr std::array<Block, kRows> kBlocks = all_blocks(std::make_integer_sequence<int, kRows>());
 
+  const bool uses_tiles_;
   const std::int64_t panels_, panel_size_;
   Buffer<T> weight_;
   Buffer<float> bias_;
@@ -215,31 +327,33 @@ class DenseLinear final : public Linear {
 
 template <class T>
 std::unique_ptr<Linear> make_dense(const T* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                                   std::int64_t inputs) {
+                                   std::int64_t inputs, bool invariant) {
   require(stride >= inputs, "rows of ", inputs, " weights cannot be ", stride, " apart");
-  return std::make_unique<DenseLinear<T>>(weight, stride, bias, outputs, inputs);
+  return std::make_unique<DenseLinear<T>>(weight, stride, bias, outputs, inputs, invariant);
 }
 
 }  // namespace
 
 std::unique_ptr<Linear> make_linear_f32(const float* weight, std::int64_t stride, const float* bias,
-                                        std::int64_t outputs, std::int64_t inputs) {
-  return make_dense(weight, stride, bias, outputs, inputs);
+                                        std::int64_t outputs, std::int64_t inputs, bool invariant) {
+  return make_dense(weight, stride, bias, outputs, inputs, invariant);
 }
 
 std::unique_ptr<Linear> make_linear_bf16(const std::uint16_t* weight, std::int64_t stride, const float* bias,
-                                         std::int64_t outputs, std::int64_t inputs) {
-  return make_dense(reinterpret_cast<const bf16*>(weight), stride, bias, outputs, inputs);
+                                         std::int64_t outputs, std::int64_t inputs, bool invariant) {
+  return make_dense(reinterpret_cast<const bf16*>(weight), stride, bias, outputs, inputs, invariant);
 }
 
 }  // namespace hp
 
 HP_EXPORT int hp_linear_f32(const float* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                            std::int64_t inputs, hp::Linear** made) {
-  return hp::guarded([&] { *made = hp::make_linear_f32(weight, stride, bias, outputs, inputs).release(); });
+                            std::int64_t inputs, int invariant, hp::Linear** made) {
+  return hp::guarded(
+      [&] { *made = hp::make_linear_f32(weight, stride, bias, outputs, inputs, invariant != 0).release(); });
 }
 
 HP_EXPORT int hp_linear_bf16(const std::uint16_t* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                             std::int64_t inputs, hp::Linear** made) {
-  return hp::guarded([&] { *made = hp::make_linear_bf16(weight, stride, bias, outputs, inputs).release(); });
+                             std::int64_t inputs, int invariant, hp::Linear** made) {
+  return hp::guarded(
+      [&] { *made = hp::make_linear_bf16(weight, stride, bias, outputs, inputs, invariant != 0).release(); });
 }
