@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cases import FlashCase, flash_backend
 from flash_double import FlashDouble
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionKind
 from hardpoint_attention.flash import FlashOptions
-from hardpoint_attention.flash.cache_write import write_states
+from hardpoint_attention.flash.cache_write import CacheWriter, prefers_kernel, write_by_kernel, write_states
 from hardpoint_attention.flash.calls import AttentionCall
 from hardpoint_attention.flash.impl import FlashImpl, LayerKernels
 from hardpoint_testing_torch import AttentionProblem, AttentionShape, FakeGraphBackend, dense_attention, make_problem
@@ -343,6 +345,9 @@ class SilentKernel:
         self.generation = generation
         self.calls: list[AttentionCall] = []
 
+    def lacks(self, *, masks: bool, scales: bool) -> str | None:
+        return None
+
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         self.calls.append(call)
         return None
@@ -410,6 +415,46 @@ def test_writing_can_be_captured(stored: torch.dtype) -> None:
     kept = torch.cat((problem.key, problem.value), dim=-1)[:-2][slots >= 0]
     assert torch.equal(by_slot[real], kept.to(stored).float())
     assert not by_slot[~written].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn])
+def test_kernel_and_operators_write_the_same(stored: torch.dtype) -> None:
+    """R5.70 to R5.72: in Triton's interpreter, padding and scales included."""
+    problem = make_problem(shape(dtype=torch.float16), ROWS).padded(2)
+    params = replace(problem.params(), key_scale=torch.tensor([0.5, 2.0]), value_scale=torch.tensor([0.25]))
+    caches = [torch.zeros(problem.num_blocks, 2, 16, 32).to(stored) for _ in range(2)]
+    slots = problem.slot_mapping()[:-1]
+    for cache, by_kernel in zip(caches, (False, True), strict=True):
+        writer = CacheWriter(params, lambda device, by_kernel=by_kernel: by_kernel)  # type: ignore[misc]
+        writer.write(problem.key, problem.value, cache, slots)
+    assert torch.equal(caches[0].float(), caches[1].float())
+    assert caches[0].float().any()
+
+
+def test_where_a_kernel_writes() -> None:
+    """P5.7: on devices, where every operator is a launch; not on the CPU, whatever is installed."""
+    assert not prefers_kernel(torch.device("cpu"))
+    assert prefers_kernel(torch.device("cuda:1"))
+    assert callable(write_by_kernel)
+
+
+def test_packages_too_old_for_a_layer_are_told_at_the_start(
+    double: FlashDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R5.5: not in the first forward."""
+
+    def older(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Without masks and scales."""
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", older)
+    made = flash_backend(4)
+    plain = make_problem(shape(), [(1, 1)]).params()
+    made.create_impl(plain)
+    with pytest.raises(ConfigError, match="takes no aux_tensors, mask_mod; install a newer one"):
+        made.create_impl(replace(plain, chunk_size=8))
+    with pytest.raises(ConfigError, match="takes no k_descale, v_descale"):
+        made.create_impl(replace(plain, key_scale=torch.ones(1)))
 
 
 def test_the_log_sum_exp_of_nothing_is_minus_infinity(double: FlashDouble) -> None:

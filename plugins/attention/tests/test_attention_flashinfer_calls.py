@@ -245,6 +245,11 @@ def test_accepted(changes: dict[str, Any]) -> None:
     assert backend().block_sizes(need()).exact == (16, 32, 64)
 
 
+def test_an_absent_package_is_a_reason() -> None:
+    """R5.5: also for those who name the backend."""
+    assert backend(is_installed=False).refuse(need()) == "FlashInfer is not installed; install flashinfer-python"
+
+
 def test_the_package_is_looked_for_and_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if probe().status is ProbeStatus.AVAILABLE:
         pytest.skip("FlashInfer is installed here")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import (
     AttentionBackend,
     AttentionImpl,
@@ -100,7 +101,8 @@ class FlashBackend(AttentionBackend):
         return FlashMetadataBuilder(spec, layer_names, self._layers, settings, device)
 
     def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
-        """Raises ``ValueError`` for a layer that no installed generation serves; ``refuse`` says so beforehand."""
+        """Raises ``ValueError`` for a layer that no installed generation serves, which ``refuse`` tells beforehand, and
+        ``ConfigError`` where the installed package turns out to be too old for it."""
         need = self._layer_need(params)
         resolution = capabilities.resolve(need, self.surroundings.installed)
         if resolution.generation is None:
@@ -108,6 +110,7 @@ class FlashBackend(AttentionBackend):
         installed = self.surroundings.installed
         masked = capabilities.resolve(replace(need, uses_mm_prefix=True), installed).generation
         encoder = self._encoder_generation(params, need, resolution.generation)
+        self._require_features(params, resolution.generation)
         self._layers[params.layer_name] = KnownLayer(params, resolution.generation)
         kernels = LayerKernels(self._load, resolution.generation, masked, encoder)
         return FlashImpl(params, kernels, self.surroundings.ranks)
@@ -126,6 +129,16 @@ class FlashBackend(AttentionBackend):
             "layer %s: windowed encoder attention with heads of 256 entries runs on FlashAttention 2", params.layer_name
         )
         return 2
+
+    def _require_features(self, params: AttentionLayerParams, generation: int) -> None:
+        """R5.5: a package is looked at before the first forward where a layer needs what not every version has."""
+        masks = generation == 4 and (params.keeps_prompt or params.chunk_size is not None)
+        scales = params.key_scale is not None or params.value_scale is not None
+        missing = self._load(generation).lacks(masks=masks, scales=scales) if masks or scales else None
+        if missing is not None:
+            raise ConfigError(
+                f"layer {params.layer_name!r}: {missing}, or choose another backend with --attention-backend"
+            )
 
     def _load(self, generation: int) -> FlashKernel:
         kernel = self._kernels.get(generation)

@@ -1,13 +1,62 @@
 """Scattering new keys and values into the cache by slot (R5.70 to R5.72).
 
+The FlashAttention and FlashInfer packages have no such operation that skips negative slots. Triton's serves where it is
+installed; plain operators are the same everywhere else.
+
 Legend: T slots, K KV heads, D head size, B block size.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
-__all__ = ["write_states"]
+from hardpoint.interfaces.attention import AttentionLayerParams
+from hardpoint_attention.triton.states import paged_states
+
+__all__ = ["CacheWriter", "prefers_kernel", "write_by_kernel", "write_states"]
+
+
+class CacheWriter:
+    """Writes a layer's keys and values. ``prefers``: whether a device's cache is written by a kernel."""
+
+    def __init__(self, params: AttentionLayerParams, prefers: Callable[[torch.device], bool] | None = None) -> None:
+        self._params = params
+        self._prefers = prefers or prefers_kernel
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See :func:`write_states`."""
+        write = write_by_kernel if self._prefers(kv_cache.device) else write_states
+        write(key, value, kv_cache, slot_mapping, self._params.key_scale, self._params.value_scale)
+
+
+def prefers_kernel(device: torch.device) -> bool:
+    """One kernel rather than many operators, on devices where Triton compiles."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def write_by_kernel(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """:func:`write_states` in one launch."""
+    states = paged_states(kv_cache, key.shape[-1])
+    scales = (key_scale, value_scale) if states.is_quantized else (None, None)
+    launch = importlib.import_module("hardpoint_attention.triton.launch")
+    launch.write(key, value, (states.keys, states.values), slot_mapping, scales=scales, limit=states.limit)
 
 
 def write_states(

@@ -69,6 +69,9 @@ class FlashKernel(Protocol):
     """Key lengths of paged rows are wanted as prefix sums too."""
     needs_canonical_strides: bool
 
+    def lacks(self, *, masks: bool, scales: bool) -> str | None:
+        """What the installed package is too old for, of what a layer will ask; None: nothing."""
+
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         """Fill ``call.output``; the log-sum-exp float32 [H, T] where it is wanted."""
 

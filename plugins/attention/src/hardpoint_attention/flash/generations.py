@@ -15,6 +15,9 @@ from hardpoint.errors import ConfigError
 from hardpoint_attention.flash.calls import AttentionCall, FlashKernel, accepts, copy_result
 from hardpoint_attention.flash.installed import PACKAGES
 
+MASK_PARAMETERS, SCALE_PARAMETERS = ("mask_mod", "aux_tensors"), ("k_descale", "v_descale")
+"""What not every version of generation 4 takes."""
+
 __all__ = ["FlashAttention2", "FlashAttention3", "FlashAttention4", "load_generation"]
 
 
@@ -28,6 +31,9 @@ class FlashAttention2:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._takes_out = accepts(function, "out")
+
+    def lacks(self, *, masks: bool, scales: bool) -> str | None:
+        return "generation 2 takes neither masks nor scales" if masks or scales else None
 
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         extra = {"out": call.output} if self._takes_out else {}
@@ -66,6 +72,10 @@ class FlashAttention3:
     def __init__(self, paged: Callable[..., Any], fresh: Callable[..., Any]) -> None:
         self._paged, self._fresh = paged, fresh
         self._paged_takes_out, self._fresh_takes_out = accepts(paged, "out"), accepts(fresh, "out")
+
+    def lacks(self, *, masks: bool, scales: bool) -> str | None:
+        del scales
+        return "generation 3 takes no masks" if masks else None
 
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         wants_lse = call.wants_lse
@@ -131,9 +141,7 @@ class FlashAttention4:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._takes_out = accepts(function, "out")
-        self._optional = {
-            name for name in ("mask_mod", "aux_tensors", "k_descale", "v_descale") if accepts(function, name)
-        }
+        self._optional = {name for name in (*MASK_PARAMETERS, *SCALE_PARAMETERS) if accepts(function, name)}
 
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         result = self._function(
@@ -157,23 +165,22 @@ class FlashAttention4:
         )
         return copy_result(call, result, takes_out=self._takes_out)
 
+    def lacks(self, *, masks: bool, scales: bool) -> str | None:
+        wanted = (*(MASK_PARAMETERS if masks else ()), *(SCALE_PARAMETERS if scales else ()))
+        missing = sorted(set(wanted) - self._optional)
+        if not missing:
+            return None
+        return f"the installed FlashAttention 4 takes no {', '.join(missing)}; install a newer one ({PACKAGES[4]})"
+
     def _extra(self, call: AttentionCall) -> dict[str, Any]:
         wanted = {
             "mask_mod": call.mask,
             "aux_tensors": call.mask_tensors,
             "k_descale": call.key_descale,
             "v_descale": call.value_descale,
+            "out": call.output if self._takes_out else None,
         }
-        extra = {name: value for name, value in wanted.items() if value is not None}
-        missing = sorted(extra.keys() - self._optional)
-        if missing:
-            raise ConfigError(
-                f"the installed FlashAttention 4 takes no {', '.join(missing)}; install a newer one ({PACKAGES[4]}) or "
-                "choose another backend with --attention-backend"
-            )
-        if self._takes_out:
-            extra["out"] = call.output
-        return extra
+        return {name: value for name, value in wanted.items() if value is not None}
 
 
 def load_generation(generation: int) -> FlashKernel:

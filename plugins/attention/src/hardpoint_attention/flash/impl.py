@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.interfaces.attention import AttentionImpl, AttentionKind, AttentionLayerParams
-from hardpoint_attention.flash.cache_write import write_states
+from hardpoint_attention.flash.cache_write import CacheWriter
 from hardpoint_attention.flash.calls import AttentionCall, FlashKernel
 from hardpoint_attention.flash.context_ranks import ContextRanks
 from hardpoint_attention.flash.masks import MaskShape, mask_for
@@ -43,6 +43,7 @@ class FlashImpl(AttentionImpl):
 
     def __init__(self, params: AttentionLayerParams, kernels: LayerKernels, ranks: ContextRanks | None = None) -> None:
         self.params = params
+        self._writer = CacheWriter(params)
         self._kernels = kernels
         self._ranks = ranks
         self._is_bidirectional = params.kind is not AttentionKind.DECODER
@@ -92,7 +93,7 @@ class FlashImpl(AttentionImpl):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        write_states(key, value, kv_cache, slot_mapping, self.params.key_scale, self.params.value_scale)
+        self._writer.write(key, value, kv_cache, slot_mapping)
 
     def _over_pages(
         self,

@@ -45,7 +45,8 @@ class FlashInferOptions(BaseModel):
 
 
 class FlashInferBackend(AttentionBackend):
-    """``dtype``: of activations, for which wrappers are planned before layers have run."""
+    """``dtype``: of activations, for which wrappers are planned before layers have run. ``is_installed``: whether the
+    package is; it is not loaded to find out."""
 
     name = "flashinfer"
     returns_lse = True
@@ -61,15 +62,24 @@ class FlashInferBackend(AttentionBackend):
     }
 
     def __init__(
-        self, options: FlashInferOptions, *, dtype: torch.dtype = torch.bfloat16, batch_invariant: bool = False
+        self,
+        options: FlashInferOptions,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        batch_invariant: bool = False,
+        is_installed: bool = True,
     ) -> None:
         self.options = options
+        self._is_installed = is_installed
         self._dtype = dtype
         self._batch_invariant = batch_invariant
         self._layers: dict[str, KnownKey] = {}
 
     def refuse(self, need: AttentionNeed) -> str | None:
-        return refuse(need)
+        reason = refuse(need)
+        if reason is None and not self._is_installed:
+            return f"FlashInfer is not installed; install {PACKAGE}"
+        return reason
 
     def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
         del need
@@ -129,8 +139,8 @@ def probe() -> ProbeResult:
 )
 def create(ctx: WorkerContext, options: FlashInferOptions) -> AttentionBackend:
     """Factory of the plugin ``flashinfer``. Imports the package when the first step is planned."""
-    config = ctx.config
+    config, is_installed = ctx.config, probe().status is ProbeStatus.AVAILABLE
     if config is None:
-        return FlashInferBackend(options)
+        return FlashInferBackend(options, is_installed=is_installed)
     dtype = getattr(torch, config.dtype)
-    return FlashInferBackend(options, dtype=dtype, batch_invariant=config.batch_invariant)
+    return FlashInferBackend(options, dtype=dtype, batch_invariant=config.batch_invariant, is_installed=is_installed)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hardpoint.interfaces.attention import AttentionImpl, AttentionKind, AttentionLayerParams
-from hardpoint_attention.flash.cache_write import write_states
+from hardpoint_attention.flash.cache_write import CacheWriter
 from hardpoint_attention.flashinfer.metadata import FlashInferMetadata
 from hardpoint_attention.flashinfer.plans import PlanKey
 from hardpoint_attention.flashinfer.steps import Step
@@ -44,6 +44,7 @@ class FlashInferImpl(AttentionImpl):
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
+        self._writer = CacheWriter(params)
         self._key = plan_key(params)
         self._views: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -74,7 +75,7 @@ class FlashInferImpl(AttentionImpl):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        write_states(key, value, kv_cache, slot_mapping, self.params.key_scale, self.params.value_scale)
+        self._writer.write(key, value, kv_cache, slot_mapping)
 
     def _over_pages(
         self,
