@@ -22,15 +22,18 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 BENCH_PEERS ?= build/peers
 BENCH_RESULT ?= build/performance.json
+GPU_RESULT := docs/performance/gpu-result.json
+GPU_PAGE := docs/performance-gpu.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo serve test test-slow lint format bench clean distclean
+.PHONY: help setup kernels demo serve test test-slow test-gpu bench-gpu bench-gpu-page lint format bench clean distclean
 
 help:
 	@echo "make demo       let a real model answer three prompts"
 	@echo "make serve      OpenAI-compatible server on 127.0.0.1:8000 (SERVE_ARGS='--port 9000')"
 	@echo "make test       fast tests (TEST_ARGS='core/tests -k scheduler')"
 	@echo "make test-slow  the slow tests only"
+	@echo "make test-gpu   the tests that need a graphics processor (make bench-gpu measures it: docs/performance-gpu.md)"
 	@echo "make lint       ruff, mypy, import contracts"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make bench      measure the demo model and write docs/performance.md anew (BENCH_PEERS=folder, BENCH_ARGS=...)"
@@ -77,6 +80,17 @@ test: kernels
 
 test-slow: kernels
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+# On a machine with a graphics processor, and a torch built for it. All other tests hide such devices.
+test-gpu: $(STAMP)
+	HARDPOINT_TEST_GPU=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu $(TEST_ARGS)
+
+bench-gpu: $(STAMP)
+	@mkdir -p docs/performance
+	@$(BIN)/python -m hardpoint_testing_torch.gpu_bench --model smollm2 --output $(GPU_RESULT) --document $(GPU_PAGE) $(BENCH_ARGS)
+
+bench-gpu-page: $(STAMP)
+	@$(BIN)/python -m hardpoint_testing_torch.gpu_bench --write-only --output $(GPU_RESULT) --document $(GPU_PAGE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache .

@@ -14,6 +14,10 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 # Triton asks when it is imported and when a kernel is defined: without a GPU, kernels run through its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# All tests but those of `make test-gpu` are about processors, whatever else the machine has.
+if os.environ.get("HARDPOINT_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
 _LONG = ("tests/end_to_end/", "tests/parity/", "tests/process/", "plugins/torch_runtime/")
 
 

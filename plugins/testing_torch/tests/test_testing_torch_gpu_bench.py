@@ -121,7 +121,7 @@ def _nothing() -> AttentionBackend:
     class Nothing(PlainAttentionBackend):
         def create_impl(self, params: Any) -> Any:
             made = super().create_impl(params)
-            made.forward = lambda query, key, value, cache, metadata, output: output  # type: ignore[method-assign]
+            made.forward = lambda query, key, value, kv_cache, metadata, output: output  # type: ignore[method-assign]
             return made
 
     return Nothing()
