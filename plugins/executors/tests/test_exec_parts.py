@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import struct
 import threading
@@ -20,6 +21,7 @@ from hardpoint.ipc import CodecError, encode
 from hardpoint.testing import FakeWorker
 from hardpoint.testing.executor_suite import executor_context, worker_config
 from hardpoint_executors import group
+from hardpoint_executors.build import nothing_collected
 from hardpoint_executors.channel import Channel, channel_pair
 from hardpoint_executors.errors import start_error, worker_error
 from hardpoint_executors.group import rank_config
@@ -328,3 +330,15 @@ def test_a_channel_can_be_rebuilt_from_a_descriptor() -> None:
     assert again.receive() == b"x"
     near.close()
     again.close()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_while_a_worker_is_built_and_then_as_before(was_on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with nothing_collected():
+            assert not gc.isenabled()
+        assert gc.isenabled() is was_on
+    finally:
+        (gc.enable if before else gc.disable)()
