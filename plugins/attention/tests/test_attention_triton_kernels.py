@@ -106,6 +106,25 @@ def watch_launches(seen: list[tuple[int, int]]) -> Any:
     return plan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [{}, {"sliding_window": 7}, {"uses_sinks": True}], ids=str)
+def test_bits_depend_on_neither_chunks_nor_neighbors(feature: dict[str, Any]) -> None:
+    """R5.33, I5.2: keys lie in tiles by their positions, and a tile that nobody sees adds nothing."""
+    shape = replace(AttentionShape(num_heads=4), **feature)
+    whole = make_problem(shape, [(0, 150)])
+    backend = TritonBackend(fixed=True)
+    expected = run_backend(backend, whole)
+    cache, begin = whole.kv_cache(), 0
+    for size in (1, 60, 17, 72):
+        step = slice(begin, begin + size)
+        part = replace(
+            whole, rows=((begin, size),), query=whole.query[step], key=whole.key[step], value=whole.value[step]
+        )
+        assert torch.equal(run_backend(backend, part, cache), expected[step])
+        begin += size
+    assert begin == 150
+
+
 class Recorded(TorchDispatchMode):
     """Names of torch's operators, in their order."""
 

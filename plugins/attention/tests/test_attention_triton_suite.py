@@ -35,12 +35,14 @@ class TestTriton(AttentionBackendSuite):
 
 def many_parts(question: LaunchQuestion) -> LaunchPlan:
     """More parts than some rows have tiles, so that a few of these are empty."""
-    return LaunchPlan(TileConfig(16, 16), 4)
+    return LaunchPlan(TileConfig(32, 32), 4)
 
 
 @pytest.mark.slow
 class TestTritonInParts(AttentionLseRules):
     """What parts have to get right: log-sum-exps, sinks, windows that leave parts empty."""
+
+    latent_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((24, 16),)
 
     def create_backend(self, ctx: WorkerContext) -> AttentionBackend:
         del ctx

@@ -68,6 +68,42 @@ def _multiply(left: tl.tensor, right: tl.tensor, COMPUTE: tl.constexpr) -> tl.te
 
 
 @triton.jit
+def _lanes(
+    begin: tl.tensor, count: tl.tensor, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
+    """The program's KV head; and of its lanes [M] the query's number in its row, the head, whether there is such a
+    head, and whether there is such a query as well."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    lane = tl.arange(0, BLOCK_M)
+    member = tl.program_id(1) % HEAD_BLOCKS * HEADS + lane % HEADS
+    index = begin + lane // HEADS
+    in_use = (member < GROUP) & (index < count) & (lane < BLOCK_M // HEADS * HEADS)
+    return kv_head, index, kv_head * GROUP + member, member < GROUP, in_use
+
+
+@triton.jit
+def _products(
+    main: tl.tensor,
+    rest: tl.tensor,
+    keys: tl.tensor,
+    states: tl.tensor,
+    place: tl.tensor,
+    is_read: tl.tensor,
+    VALUES: tl.constexpr,
+    SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> tl.tensor:
+    """Of queries and keys [M, N]; of latents also what their keys have beyond ``keys``."""
+    products = _multiply(main, tl.trans(keys), COMPUTE)
+    if REST > 0:
+        tail = _states(states, place, is_read, VALUES, SIZE, REST)
+        products += _multiply(rest, tl.trans(tail), COMPUTE)
+    return products
+
+
+@triton.jit
 def _token_scales(
     scales: tl.tensor,
     position: tl.tensor,
@@ -165,21 +201,14 @@ def attend(
     COMPUTE: tl.constexpr,
 ) -> None:
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     row = find_row(rows[0], tl.program_id(0), num_rows, BLOCK_Q)
     start = tl.load(rows[0] + row)
     count = tl.load(rows[0] + row + 1) - start
     begin_q = (tl.program_id(0) - start // BLOCK_Q - row) * BLOCK_Q
     if begin_q >= count:
         return
+    kv_head, index, head, is_head, in_use = _lanes(begin_q, count, GROUP, HEADS, BLOCK_M)
     seq_len = tl.load(rows[1] + row)
-    kv_head = tl.program_id(1) // HEAD_BLOCKS
-    lane = tl.arange(0, BLOCK_M)
-    member = tl.program_id(1) % HEAD_BLOCKS * HEADS + lane % HEADS
-    is_head = member < GROUP
-    head = kv_head * GROUP + member
-    index = begin_q + lane // HEADS
-    in_use = is_head & (index < count) & (lane < BLOCK_Q * HEADS)
     position = seq_len - count + index
     first = seq_len - count + begin_q
     last = tl.minimum(first + BLOCK_Q, seq_len) - 1
@@ -190,8 +219,7 @@ def attend(
     largest, total = start_softmax(head, is_head, tl.program_id(2) == 0, shaping, BLOCK_M)
     acc = tl.zeros([BLOCK_M, PAD], tl.float32)
     main = _queries(query, start + index, head, in_use, 0, VALUES, PAD)
-    if REST > 0:
-        rest = _queries(query, start + index, head, in_use, VALUES, SIZE, REST)
+    rest = _queries(query, start + index, head, in_use, VALUES, SIZE, REST) if REST > 0 else main
     for number in range(part, part_end):
         tile = first_tile + number
         if KEEPS_PROMPT:
@@ -200,10 +228,7 @@ def attend(
         is_read = (key < high) & ((key >= low) | (key < prompt_len))
         place = _places(states[0], key, is_read, kv_head, row, rows, BLOCK_SIZE)
         keys = _states(states[0], place, is_read, 0, VALUES, PAD)
-        scores = _multiply(main, tl.trans(keys), COMPUTE)
-        if REST > 0:
-            tail = _states(states[0], place, is_read, VALUES, SIZE, REST)
-            scores += _multiply(rest, tl.trans(tail), COMPUTE)
+        scores = _products(main, rest, keys, states[0], place, is_read, VALUES, SIZE, REST, COMPUTE)
         if states[2] is not None:
             key_scale, value_scale = _token_scales(states[2], key, is_read, kv_head, row, rows, BLOCK_SIZE)
             scores *= key_scale[None, :]
