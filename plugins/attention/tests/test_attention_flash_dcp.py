@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +14,11 @@ from flash_cases import FlashCase, flash_backend
 from flash_double import FlashDouble
 from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec
 from hardpoint_attention.dcp import ContextShards
+from hardpoint_attention.flash import CommunicatorRanks, ContextRanks
 from hardpoint_attention.flash.metadata import FlashMetadata
 from hardpoint_attention.merge import Partial, merge_partials
 from hardpoint_testing_torch import AttentionProblem, AttentionShape, dense_attention, make_problem
+from hardpoint_testing_torch.rank_threads import RankThreads
 
 RANKS = 2
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=1, dtype=torch.bfloat16, block_size=16)
@@ -67,10 +70,16 @@ def local_cache(problem: AttentionProblem, shards: ContextShards, rank: int) -> 
 
 
 def on_rank(
-    generation: int, problem: AttentionProblem, shards: ContextShards, rank: int, exchange: Exchange
+    generation: int,
+    problem: AttentionProblem,
+    shards: ContextShards,
+    rank: int,
+    exchange: Exchange,
+    ranks: ContextRanks | None = None,
 ) -> torch.Tensor:
     """Output [T, H / N, D] of the rank's heads."""
-    case = FlashCase.create(generation, replace(SHAPE, num_heads=2), spec=SPEC, ranks=OneRank(rank, exchange))
+    ranks = ranks or OneRank(rank, exchange)
+    case = FlashCase.create(generation, replace(SHAPE, num_heads=2), spec=SPEC, ranks=ranks)
     contexts = np.array([context for context, _ in problem.rows], dtype=np.int32)
     local = shards.local_lengths(contexts, rank)
     common = replace(problem.common(), dcp_local_seq_lens=torch.from_numpy(local), dcp_local_seq_lens_cpu=local)
@@ -98,6 +107,53 @@ def test_ranks_together_equal_one(double: FlashDouble, generation: int, interlea
     assert own["k"] is problem.key
     assert shared["causal"] is False
     assert shared["q"].shape[1] == 4
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Where the threads of a group meet: each leaves a tensor and takes all of them."""
+
+    barrier: threading.Barrier
+    left: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.left[rank] = tensor
+        self.barrier.wait()
+        found = [self.left[each] for each in range(RANKS)]
+        # Nobody leaves the next tensor before all have taken these.
+        self.barrier.wait()
+        return found
+
+
+@dataclass(slots=True)
+class OneThread:
+    """The communicator of one of the threads."""
+
+    rank: int
+    meeting: Meeting
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, tensor), dim=dim)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, tensor)).sum(0)
+
+    def close(self) -> None:
+        """Threads leave nothing open."""
+
+
+def test_ranks_over_a_communicator(double: FlashDouble) -> None:
+    """I5.2, R5.22: two threads that exchange queries, log-sum-exps and sums of outputs."""
+    problem = make_problem(SHAPE, ROWS)
+    exchange = Exchange([heads.contiguous() for heads in problem.query.split(2, dim=1)])
+    meeting = Meeting(threading.Barrier(RANKS, timeout=60))
+
+    def body(rank: int) -> torch.Tensor:
+        ranks = CommunicatorRanks(OneThread(rank, meeting), RANKS, rank)
+        return on_rank(4, problem, ContextShards(RANKS), rank, exchange, ranks)
+
+    outputs = RankThreads[torch.Tensor].run(RANKS, body, patience_s=60)
+    torch.testing.assert_close(torch.cat(outputs, dim=1).double(), dense_attention(problem)[0], rtol=2e-2, atol=2e-2)
 
 
 def test_steps_of_first_chunks_leave_contexts_out(double: FlashDouble) -> None:
