@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.interfaces.attention import (
+    AttentionBackend,
     AttentionKind,
     AttentionLayerParams,
     AttentionNeed,
@@ -16,9 +17,23 @@ from hardpoint.interfaces.attention import (
     GraphSupport,
 )
 from hardpoint.interfaces.platform import DeviceDescription
-from hardpoint_testing_torch import FixedShapeAttention, FixedShapeBackend
+from hardpoint.interfaces.plugin import PluginDeclaration
+from hardpoint_testing_torch import AttentionBackendSuite, FixedShapeAttention, FixedShapeBackend
 
 HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS, WIDTH = 4, 2, 6, 4, 40, 5
+
+
+@pytest.mark.slow
+class TestFixedShapes(AttentionBackendSuite):
+    """The rules for metadata of graphs among them: this backend is made to be captured."""
+
+    @pytest.fixture
+    def backend(self) -> AttentionBackend:
+        return FixedShapeBackend()
+
+    @pytest.fixture
+    def declaration(self) -> PluginDeclaration:
+        return PluginDeclaration("attention_backend", capabilities={"block_sizes": {"multiple_of": 1}})
 
 
 def step(lengths: list[int], num_queries: int, num_padded: int, *, for_graph: bool) -> CommonAttentionMetadata:

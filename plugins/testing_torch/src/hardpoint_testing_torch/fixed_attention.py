@@ -13,6 +13,7 @@ import torch
 
 from hardpoint.interfaces.attention import (
     AttentionBackend,
+    AttentionImpl,
     AttentionKind,
     AttentionMetadataBuilder,
     AttentionNeed,
@@ -71,13 +72,19 @@ class FixedShapeAttention(PlainAttention):
         output.copy_(torch.einsum("rqht,rthd->rqhd", weights, values).flatten(0, 1))
         return output
 
+    def forward_with_lse(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises ``TypeError``: a graph has none to give."""
+        return AttentionImpl.forward_with_lse(self, query, kv_cache, metadata, output)
+
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Tokens without a slot rewrite the first cell of the null block with what it holds."""
         slots, size = slot_mapping.clamp(min=0), kv_cache.shape[2]
         blocks, offsets = slots // size, slots % size
-        fresh = torch.cat((key, value), dim=-1).to(kv_cache.dtype)
+        fresh = torch.cat((key, value), dim=-1)[: len(slots)].to(kv_cache.dtype)
         states = torch.where((slot_mapping >= 0)[:, None, None], fresh, kv_cache[blocks, :, offsets])
         kv_cache[blocks, :, offsets] = states
 

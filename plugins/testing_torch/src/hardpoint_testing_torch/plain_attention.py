@@ -158,7 +158,7 @@ class PlainAttention(AttentionImpl):
             values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
         lse = torch.logsumexp(scores, dim=-1)
         # Zero where a query sees nothing.
-        weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
         return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)), lse.transpose(0, 1)
 
     def write_kv(
