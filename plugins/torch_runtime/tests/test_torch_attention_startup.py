@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hardpoint.interfaces.attention import AttentionImpl, AttentionLayerParams, 
 from hardpoint.interfaces.kv_cache import KVCacheConfig, KVCacheGroup, spec_to_wire
 from hardpoint.interfaces.kv_cache_specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from hardpoint.interfaces.platform import DeviceDescription
+from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeStatus
 from hardpoint.interfaces.worker import ParallelSlice
 from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
 from hardpoint_torch_runtime import LayerToolkit
@@ -248,6 +250,37 @@ def test_the_worker_computes_with_the_choice(world: Any) -> None:
     assert (attention.name, attention.backend) == ("loop", world.backend)
     assert attention.refused == (("missing", "it is not installed"),)
     assert [need.num_heads for need in attention.needs] == [4]
+
+
+def broken_probe() -> ProbeResult:
+    raise OSError("no driver")
+
+
+@pytest.mark.parametrize(
+    ("probe", "refused"),
+    [
+        (lambda: ProbeResult(ProbeStatus.ABSENT, "install acme-kernels"), "it is absent: install acme-kernels"),
+        (lambda: ProbeResult(ProbeStatus.BROKEN, "driver too old"), "it is broken: driver too old"),
+        (broken_probe, "its probe raised OSError: no driver"),
+        (lambda: ProbeResult(ProbeStatus.AVAILABLE, "here"), None),
+        (None, None),
+    ],
+)
+def test_a_backend_that_cannot_run_here_is_refused_at_the_start(world: Any, probe: Any, refused: str | None) -> None:
+    """R5.5, R5.3: what accepts every need and lacks a package would fail in the first forward."""
+
+    class Declared(type(world.plugins)):  # type: ignore[misc]
+        """Access that tells what plugins declare, as a process's own does."""
+
+        def load_factory(self, kind: str, name: str) -> Any:
+            return SimpleNamespace(declaration=PluginDeclaration(kind, probe=probe if name == "first" else None))
+
+    plugins = Declared(dict(world.plugins.factories))
+    plugins.factories["attention_backend", "first"] = plugins.factories["attention_backend", "loop"]
+    world.platform.candidates = ("first", "loop")
+    report = attention_report(plugins, world.platform, world.config(), ELSEWHERE, LOGGER)
+    assert report.chosen == ("first" if refused is None else "loop")
+    assert report.candidates[0].reason == (refused or "")
 
 
 def test_only_the_candidates_that_are_needed_are_created(world: Any) -> None:

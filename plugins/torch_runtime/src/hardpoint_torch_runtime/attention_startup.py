@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from hardpoint.errors import HardpointError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription, Platform
-from hardpoint.interfaces.plugin import PluginAccess
+from hardpoint.interfaces.plugin import PluginAccess, PluginDeclaration, ProbeStatus
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.attention_needs import attention_need, bare_need, describe_need, layer_needs
 from hardpoint_torch_runtime.backend_selection import AttentionChoice, AttentionSelector, Needs, Verdict
@@ -21,6 +22,17 @@ from hardpoint_torch_runtime.model_loading import create_model, torch_dtype
 from hardpoint_torch_runtime.plugin_access import create_in_worker
 
 __all__ = ["AttentionReport", "LayersReport", "attention_for_layers", "attention_report"]
+
+
+KIND = "attention_backend"
+
+
+@runtime_checkable
+class DeclaredPlugins(Protocol):
+    """Access to plugins that also tells what they declare of themselves."""
+
+    def load_factory(self, kind: str, name: str) -> Any:
+        """A record whose ``declaration`` is a ``PluginDeclaration``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +130,29 @@ def _selector(
     plugins: PluginAccess, platform: Platform, config: WorkerConfig, device: torch.device | None, logger: logging.Logger
 ) -> AttentionSelector:
     def create(name: str) -> AttentionBackend:
-        backend: AttentionBackend = create_in_worker(plugins, "attention_backend", name, config, device)
+        backend: AttentionBackend = create_in_worker(plugins, KIND, name, config, device)
         return backend
 
     return AttentionSelector(
         create,
         platform.attention_candidates(),
-        installed=plugins.names("attention_backend"),
+        absence=lambda name: _absence(plugins, name),
+        installed=plugins.names(KIND),
         forced=config.attention_backend,
         logger=logger,
     )
+
+
+def _absence(plugins: PluginAccess, name: str) -> str | None:
+    """What the plugin's probe says against it: a package or a driver may be missing that no need is about."""
+    asked: object = plugins
+    if not isinstance(asked, DeclaredPlugins):
+        return None
+    declaration: PluginDeclaration = asked.load_factory(KIND, name).declaration
+    if declaration.probe is None:
+        return None
+    try:
+        answer = declaration.probe()
+    except Exception as error:
+        return f"its probe raised {type(error).__name__}: {error}"
+    return None if answer.status is ProbeStatus.AVAILABLE else f"it is {answer.status}: {answer.reason}"

@@ -80,7 +80,8 @@ class AttentionChoice:
 class AttentionSelector:
     """Asks ``candidates`` in order, or ``forced`` alone. ``create`` loads one by its plugin name, at most once.
 
-    ``installed`` is for messages.
+    ``absence`` says of a candidate that accepts why it cannot run here all the same, or None; ``installed`` is for
+    messages.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class AttentionSelector:
         create: Callable[[str], AttentionBackend],
         candidates: Sequence[str],
         *,
+        absence: Callable[[str], str | None] = lambda name: None,
         installed: Sequence[str] = (),
         forced: str | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
         self._create = create
+        self._absence = absence
         self._names = (forced,) if forced is not None else tuple(candidates)
         self._installed = installed
         self._forced = forced
@@ -152,7 +155,7 @@ class AttentionSelector:
                 raise
             return "it is not installed" if isinstance(error, PluginNotFoundError) else str(error)
         reasons = dict.fromkeys(_refusals(backend, needs))
-        return "; ".join(reasons) or None
+        return "; ".join(reasons) or self._absence(name)
 
     def _backend(self, name: str) -> AttentionBackend:
         if name not in self._loaded:
