@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces.attention import CommonAttentionMetadata
 from hardpoint_attention.reference import ReferenceBackend
-from hardpoint_testing_torch import AttentionProblem, AttentionShape, dense_attention, make_problem, run_backend
+from hardpoint_testing_torch import AttentionShape, dense_attention, make_problem, run_backend
 
 BACKEND = ReferenceBackend()
 
@@ -174,24 +175,33 @@ def test_lengths_come_from_the_device_when_the_host_has_bounds_only() -> None:
     assert_equal(output, dense_attention(problem)[0])
 
 
-def test_building_reads_the_host_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5.36: device tensors that nobody may read."""
-    common = make_problem(AttentionShape(), [(9, 1), (0, 20)]).common()
+class Untouchable(torch.Tensor):
+    """A device tensor that nobody may read."""
 
-    class Untouchable(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-            raise AssertionError(f"build called {func}")
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError(f"build called {func}")
 
-    hidden = CommonAttentionMetadata(
-        **{
-            **{name: getattr(common, name) for name in common.__slots__},
-            "query_start_loc": common.query_start_loc.as_subclass(Untouchable),
-            "seq_lens": common.seq_lens.as_subclass(Untouchable),
-            "block_table": common.block_table.as_subclass(Untouchable),
-            "slot_mapping": common.slot_mapping.as_subclass(Untouchable),
-        }
-    )
-    BACKEND.create_builder(
-        AttentionProblem.spec(make_problem(AttentionShape(), [(1, 1)])), [], 4, 64, torch.device("cpu")
-    ).build(hidden)
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(),
+        AttentionShape(uses_row_causality=True, uses_mm_prefix=True),
+        AttentionShape(sliding_window=3, keeps_prompt=True),
+    ],
+    ids=["plain", "ranges", "prompts"],
+)
+def test_building_reads_the_host_side_only(shape: AttentionShape) -> None:
+    """R5.36: whatever the step says of its rows is on the host too."""
+    problem = make_problem(shape, [(9, 1), (0, 20)])
+    common = problem.common()
+    common.num_common_prefix_blocks = 2
+    common.dcp_local_seq_lens_cpu = np.array([5, 0], dtype=np.int32)
+    common.dcp_local_seq_lens = torch.from_numpy(common.dcp_local_seq_lens_cpu)
+    values = {name: getattr(common, name) for name in common.__slots__}
+    hidden: dict[str, Any] = {
+        name: value.as_subclass(Untouchable) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+    BACKEND.create_builder(problem.spec(), [], 4, 64, torch.device("cpu")).build(CommonAttentionMetadata(**hidden))
