@@ -105,7 +105,7 @@ def test_help_names_what_is_installed(place: Place) -> None:
     told = " ".join(place.run("serve", "--help").out.split())
     assert "installed: fcfs, policy, priority, rivet" in told
     assert "installed: rivet, sha256, xxhash" in told
-    assert "installed: cpu, rivet" in told
+    assert "installed: cpu, cuda, rivet, rocm" in told
     assert not place.imported.exists()
 
 
