@@ -13,7 +13,7 @@ import torch
 from flash_cases import FlashCase
 from flash_double import FlashDouble, Recorded
 from hardpoint.interfaces.attention import GraphSupport
-from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec
+from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, FullAttentionSpec
 from hardpoint_attention.flash import FlashOptions
 from hardpoint_testing_torch import AttentionShape, FakeGraphBackend
 
@@ -95,6 +95,38 @@ def test_layers_of_different_windows_have_no_schedule_ever(double: FlashDouble) 
     for _ in range(2):
         assert case.builder.build(case.common(DECODES)).plain.schedule is None
     assert not case.builder.plans_ahead
+    assert schedules(double) == []
+
+
+def test_a_layer_with_another_window_gets_no_schedule(double: FlashDouble) -> None:
+    """R5.32, R5.45: one that came after the first build, which settled for another window."""
+    case = FlashCase.create(3)
+    problem = case.problem(DECODES)
+    case.run(problem)
+    assert double.last["scheduler_metadata"] is not None
+    late = case.backend.create_impl(replace(problem.params("late"), sliding_window=3))
+    cache, output = problem.kv_cache(), problem.empty_output()
+    metadata = case.builder.build(problem.common())
+    late.forward(problem.query, problem.key, problem.value, cache, metadata, output)
+    assert double.last["window_size"] == (2, 0)
+    assert double.last["scheduler_metadata"] is None
+
+
+def test_chunks_are_part_of_a_schedule(double: FlashDouble) -> None:
+    """R5.32: the one chunk size of all layers is adopted too."""
+    case = FlashCase.create(3)
+    problem = case.problem([(1, 1)])
+    chunked = replace(problem.params("layer.0"), chunk_size=8)
+    case.backend.create_impl(chunked)
+    case.builder.build(case.common(DECODES))
+    assert [call["attention_chunk"] for call in schedules(double)] == [8]
+
+
+def test_encoders_have_no_schedule(double: FlashDouble) -> None:
+    """R5.46: they read no pages."""
+    spec = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="bfloat16")
+    case = FlashCase.create(3, spec=spec)
+    assert case.builder.build(case.common([(0, 9)], causal=False)).plain.schedule is None
     assert schedules(double) == []
 
 

@@ -13,11 +13,11 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionMetadataBuilder, CommonAttentionMetadata, GraphSupport
 from hardpoint.interfaces.kv_cache import AttentionSpec
-from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec
+from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, FullAttentionSpec
 from hardpoint_attention.cascade import CascadePolicy, CascadeQuestion, decide_cascade
 from hardpoint_attention.dcp import ContextShards, QuerySplit, offers_fused_draft_update
 from hardpoint_attention.flash.buffers import StagedBuffer, store_schedule
-from hardpoint_attention.flash.layers import GroupTraits, KnownLayer, group_traits
+from hardpoint_attention.flash.layers import GroupTraits, KnownLayer, LayerView, group_traits
 from hardpoint_attention.flash.metadata import CascadeParts, ContextParts, FlashMetadata, RowPart
 from hardpoint_attention.flash.scheduling import SchedulePlanner, plans_ahead, schedule_size, split_bound
 
@@ -91,8 +91,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
     @property
     def plans_ahead(self) -> bool:
         """See the class."""
-        traits = self._traits
-        return traits is not None and traits.num_heads > 0 and len(traits.windows) == 1 and self._may_plan(traits)
+        return self._traits is not None and self._planned_view(self._traits) is not None
 
     def build(self, common: CommonAttentionMetadata, *, fast: bool = False) -> FlashMetadata:
         """Raises ``TypeError`` for causality that differs by row (R5.24), ``ValueError`` for incomplete DCP lengths."""
@@ -114,11 +113,11 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         plain = self._plain(common, traits, common.causal)
         context = self._context(common) if self._dcp_size > 1 else None
         cascade = None if context is not None else self._cascade(common, traits, plain)
-        if self.plans_ahead and not fast:
-            if cascade is not None:
-                cascade = self._scheduled_cascade(common, cascade, traits, max_splits)
-            elif context is None:
-                plain = self._scheduled(common, plain, traits, max_splits)
+        view = None if fast else self._planned_view(traits)
+        if view is not None and cascade is not None:
+            cascade = self._scheduled_cascade(common, cascade, traits, view, max_splits)
+        elif view is not None and context is None:
+            plain = self._scheduled(common, plain, traits, view, max_splits)
         return FlashMetadata(
             num_rows=common.num_rows,
             num_tokens=common.num_tokens,
@@ -130,6 +129,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             context=context,
             ranges=self._fill_ranges(common),
             prompt_lens=self._fill_prompts(common),
+            scheduled_view=view,
         )
 
     def update_for_draft(self, metadata: FlashMetadata, common: CommonAttentionMetadata) -> FlashMetadata:
@@ -142,10 +142,10 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             raise TypeError(
                 f"metadata cannot be reused across draft steps while {self._dcp_size} ranks share contexts; build anew"
             )
-        plain = self._plain(common, self._learn_layers(), metadata.plain.causal)
-        schedule = metadata.plain.schedule
-        if schedule is not None:
-            plain = self._scheduled(common, plain, self._learn_layers(), metadata.max_splits)
+        traits, view = self._learn_layers(), metadata.scheduled_view
+        plain = self._plain(common, traits, metadata.plain.causal)
+        if view is not None and metadata.plain.schedule is not None:
+            plain = self._scheduled(common, plain, traits, view, metadata.max_splits)
         return replace(metadata, plain=plain, cascade=None, num_tokens=common.num_tokens, num_rows=common.num_rows)
 
     def _learn_layers(self) -> GroupTraits:
@@ -154,11 +154,12 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             self._traits = group_traits(self._names, self._known, self.settings.generation)
         return self._traits
 
-    def _may_plan(self, traits: GroupTraits) -> bool:
-        # Quantized queries have another dtype than the schedule would be made for.
-        is_quantized = self.spec.dtype.startswith("float8")
+    def _planned_view(self, traits: GroupTraits) -> LayerView | None:
+        """What schedules are made for: the one view that all layers share; None: schedules are off."""
         possible = plans_ahead(traits.generations, fast=False, batch_invariant=self.settings.batch_invariant)
-        return possible and not traits.is_local and not is_quantized
+        # Encoders read no pages, so that their calls take no schedule.
+        has_pages = not isinstance(self.spec, EncoderOnlyAttentionSpec)
+        return traits.only_view if possible and has_pages else None
 
     def _plain(self, common: CommonAttentionMetadata, traits: GroupTraits, causal: bool) -> RowPart:
         table, max_key_len = common.block_table, common.max_seq_len
@@ -193,7 +194,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             num_kv_heads=self.spec.num_kv_heads,
             num_processors=self.settings.num_processors,
             uses_alibi=traits.uses_alibi,
-            uses_window=traits.windows != {None},
+            uses_window=traits.has_windows,
             is_local=traits.is_local or traits.is_cross or has_ranges,
         )
         if not decide_cascade(question, self.settings.cascade).is_accepted:
@@ -240,18 +241,23 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         return CascadeParts(prefix_tokens, prefix, suffix)
 
     def _scheduled(
-        self, common: CommonAttentionMetadata, part: RowPart, traits: GroupTraits, num_splits: int
+        self, common: CommonAttentionMetadata, part: RowPart, traits: GroupTraits, view: LayerView, num_splits: int
     ) -> RowPart:
-        schedule = self._schedule_planner().plan(part, traits, common.block_size, num_splits)
+        schedule = self._schedule_planner().plan(part, traits, view, common.block_size, num_splits)
         # Steps with a cascade are never captured, so that one buffer will do.
         return replace(part, schedule=store_schedule(schedule, self._schedule) if common.for_graph else schedule)
 
     def _scheduled_cascade(
-        self, common: CommonAttentionMetadata, parts: CascadeParts, traits: GroupTraits, num_splits: int
+        self,
+        common: CommonAttentionMetadata,
+        parts: CascadeParts,
+        traits: GroupTraits,
+        view: LayerView,
+        num_splits: int,
     ) -> CascadeParts:
         """R5.35: one schedule for all queries over the prefix, one for each row's over the rest."""
-        prefix = self._scheduled(common, parts.prefix, traits, num_splits)
-        suffix = self._scheduled(common, parts.suffix, traits, num_splits)
+        prefix = self._scheduled(common, parts.prefix, traits, view, num_splits)
+        suffix = self._scheduled(common, parts.suffix, traits, view, num_splits)
         return replace(parts, prefix=prefix, suffix=suffix)
 
     def _schedule_planner(self) -> SchedulePlanner:

@@ -50,6 +50,7 @@ class FlashImpl(AttentionImpl):
         slopes = params.alibi_slopes
         self._slopes = None if slopes is None else torch.tensor(list(slopes), dtype=torch.float32)
         self._views: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._view = params.sliding_window, params.chunk_size
         self._may_cascade = (
             params.sliding_window is None
             and params.chunk_size is None
@@ -131,7 +132,7 @@ class FlashImpl(AttentionImpl):
             key_descale=_per_row(params.key_scale, rows, params.num_kv_heads),
             value_descale=_per_row(params.value_scale, rows, params.num_kv_heads),
             num_splits=metadata.max_splits,
-            schedule=part.schedule,
+            schedule=part.schedule if metadata.scheduled_view == self._view else None,
             chunk_size=params.chunk_size or 0,
             wants_lse=wants_lse,
         )

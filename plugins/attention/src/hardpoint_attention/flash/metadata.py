@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint_attention.dcp import QuerySplit
+from hardpoint_attention.flash.layers import LayerView
 
 __all__ = ["CascadeParts", "ContextParts", "FlashMetadata", "RowPart"]
 
@@ -24,7 +25,7 @@ class RowPart:
         key_lens: int32 [R], keys of each row; ``cu_key_lens`` int32 [R + 1] their prefix sums, where asked for.
         page_table: int32 [R, P].
         causal: whether this part is.
-        schedule: tiles laid out ahead, for layers whose window is the group's only one.
+        schedule: tiles laid out ahead, for layers that see ``FlashMetadata.scheduled_view``.
     """
 
     cu_query_lens: torch.Tensor
@@ -71,6 +72,7 @@ class FlashMetadata:
         causal: of the group; layers of other kinds know better.
         max_splits: 0 leaves the number of splits to the kernel.
         ranges: int32 [2, T], begins and ends of the range in which each query token lies, both 0 for none.
+        scheduled_view: window and chunk size for which tiles were laid out ahead.
         prompt_lens: int32 [R], for layers that keep the prompt beside their window.
     """
 
@@ -84,3 +86,4 @@ class FlashMetadata:
     context: ContextParts | None = None
     ranges: torch.Tensor | None = None
     prompt_lens: torch.Tensor | None = None
+    scheduled_view: LayerView | None = None

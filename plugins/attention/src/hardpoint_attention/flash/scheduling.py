@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hardpoint_attention.flash.layers import GroupTraits
+from hardpoint_attention.flash.layers import GroupTraits, LayerView
 from hardpoint_attention.flash.metadata import RowPart
 from hardpoint_attention.flash.views import window_pair
 
@@ -45,8 +45,10 @@ class SchedulePlanner:
     head_size: int
     dtype: torch.dtype
 
-    def plan(self, part: RowPart, traits: GroupTraits, page_size: int, num_splits: int) -> torch.Tensor:
-        """int32 [S], fresh from the package."""
+    def plan(
+        self, part: RowPart, traits: GroupTraits, view: LayerView, page_size: int, num_splits: int
+    ) -> torch.Tensor:
+        """int32 [S], fresh from the package, for layers that see ``view``."""
         arguments: dict[str, Any] = {
             "batch_size": part.key_lens.shape[0],
             "max_seqlen_q": part.max_query_len,
@@ -59,7 +61,8 @@ class SchedulePlanner:
             "cu_seqlens_q": part.cu_query_lens,
             "page_size": page_size,
             "causal": part.causal,
-            "window_size": window_pair(traits.only_window, part.causal),
+            "window_size": window_pair(view[0], part.causal),
+            "attention_chunk": view[1] or 0,
             "has_softcap": traits.has_soft_cap,
             "num_splits": num_splits,
         }
