@@ -125,6 +125,21 @@ def test_the_result_has_limits_targets_and_whoever_is_missing(scene: Scene) -> N
 
 
 @SCRIPTED
+def test_a_run_of_some_workloads_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.suite.run(chosen_classes("int8"))
+    before = json.loads(json.dumps(scene.suite.result["classes"]["int8"]))
+    scene.suite.workloads = [one for one in WORKLOADS if one.name == "latency"]
+    scene.suite.repeats = 3
+    after = scene.suite.run(chosen_classes("int8"))["classes"]["int8"]
+    assert after["workloads"].keys() == before["workloads"].keys()
+    assert after["workloads"]["prefix"] == before["workloads"]["prefix"]
+    assert after["workloads"]["latency"]["settings"]["repeats"] == 3
+    assert after["faults"] == before["faults"], "the peer that failed with another workload"
+    assert (after["sizes"], after["weight_bytes"]) == (before["sizes"], before["weight_bytes"])
+
+
+@SCRIPTED
 def test_the_table_has_a_line_per_side_and_one_per_target(scene: Scene) -> None:
     text = suite_table(scene.suite.result)
     assert "1.5 [1.5–1.5]" in text

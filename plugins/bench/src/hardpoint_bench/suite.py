@@ -63,19 +63,26 @@ class Suite:
         self.result.setdefault("peaks", []).append(dict(self.peaks(self.threads)))
         measured: dict[str, Any] = self.result.setdefault("classes", {})
         for chosen in classes:
-            measured[chosen.name] = {}
-            self._run_class(chosen, measured[chosen.name])
+            self._run_class(chosen, measured.setdefault(chosen.name, {}))
             self.result["peaks"].append(dict(self.peaks(self.threads)))
         _add_limits(self.result)
         self.result["targets"] = verdict_rows(self.result)
         self.keep(self.result)
         return self.result
 
+    @property
+    def _names(self) -> set[str]:
+        return {workload.name for workload in self.workloads}
+
     def _run_class(self, chosen: PrecisionClass, found: Result) -> None:
         peers, absent = self.inventory.peers_for(chosen)
         for name, why in absent.items():
             self.tell(f"{chosen.name}: {name} takes no part: {why}")
-        found |= {"absent": absent, "faults": {}, "sizes": None, "stored": None, "weight_bytes": None, "workloads": {}}
+        # What was measured of other workloads before stays: a long run may be made of several.
+        kept = {name: report for name, report in found.get("workloads", {}).items() if name not in self._names}
+        faults = {name: why for name, why in found.get("faults", {}).items() if name.rpartition(", ")[2] in kept}
+        known = {name: found.get(name) if kept else None for name in ("sizes", "stored", "weight_bytes")}
+        found |= {"absent": absent, "faults": faults, **known, "workloads": kept}
         for workload in self.workloads:
             self.tell(f"{chosen.name}, {workload.name}")
             contest = Contest(
