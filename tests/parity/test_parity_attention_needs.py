@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def test_layers_without_memory_ask_for_the_same(
     config = worker_config(model_info(tmp_path, case.architecture))
     plugins = installed_plugins()
     platform, device = described_on(CudaPlatform(environment={}), parse_device("cuda sm_90 80GiB").description, 1)
-    report = attention_report(plugins, platform, config, device, logging.getLogger("test"))
+    report = attention_report(plugins, platform, config, device)
     assert report.notes == ()
     toolkit = LayerToolkit.create(config, device=torch.device("cpu"), dtype=getattr(torch, config.dtype))
     create_model(plugins, config, toolkit)

@@ -21,7 +21,7 @@ from hardpoint.interfaces.plugin import PluginDeclaration, ProbeResult, ProbeSta
 from hardpoint.interfaces.worker import ParallelSlice
 from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
 from hardpoint_torch_runtime import LayerToolkit
-from hardpoint_torch_runtime.attention_startup import attention_report
+from hardpoint_torch_runtime.attention_startup import attention_for_layers, attention_report
 from hardpoint_torch_runtime.backend_selection import AttentionSelector
 from hardpoint_torch_runtime.layers import AttentionLayer
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
@@ -29,7 +29,6 @@ from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.slot_state import SlotState
 
 CPU = torch.device("cpu")
-LOGGER = logging.getLogger("test.attention_startup")
 ELSEWHERE = DeviceDescription(device_type="acme", name="an absent device", capability=(9, 0))
 LAYERS = Path(hardpoint_torch_runtime.layers.__file__).parent
 
@@ -184,7 +183,7 @@ class TestReport:
     """R5.3, R5.5: the decision of a start, made where the device is not."""
 
     def report(self, world: Any, **changes: Any) -> Any:
-        return attention_report(world.plugins, world.platform, world.config(**changes), ELSEWHERE, LOGGER)
+        return attention_report(world.plugins, world.platform, world.config(**changes), ELSEWHERE)
 
     def test_it_asks_about_the_layers_and_the_absent_device(self, world: Any, loop_backend: Any) -> None:
         asked: list[AttentionNeed] = []
@@ -278,9 +277,24 @@ def test_a_backend_that_cannot_run_here_is_refused_at_the_start(world: Any, prob
     plugins = Declared(dict(world.plugins.factories))
     plugins.factories["attention_backend", "first"] = plugins.factories["attention_backend", "loop"]
     world.platform.candidates = ("first", "loop")
-    report = attention_report(plugins, world.platform, world.config(), ELSEWHERE, LOGGER)
+    report = attention_report(plugins, world.platform, world.config(), ELSEWHERE)
     assert report.chosen == ("first" if refused is None else "loop")
     assert report.candidates[0].reason == (refused or "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_tells_of_the_candidates(world: Any, rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """R5.3: one table per start, however many processes choose."""
+    parallel = ParallelSlice(rank=rank, world_size=2, tensor_parallel_size=2)
+    logger = logging.getLogger("test.attention_startup")
+    with caplog.at_level(logging.INFO, logger.name):
+        attend = attention_for_layers(
+            world.plugins, world.platform, world.config(parallel=parallel), ELSEWHERE, CPU, logger
+        )
+        tools = toolkit(world)
+        add(tools, "a")
+        assert attend(tools).name == "loop"
+    assert len(caplog.records) == (rank == 0)
 
 
 def test_only_the_candidates_that_are_needed_are_created(world: Any) -> None:

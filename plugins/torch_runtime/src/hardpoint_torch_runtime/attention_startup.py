@@ -73,29 +73,25 @@ def attention_for_layers(
     device: torch.device,
     logger: logging.Logger,
 ) -> Callable[[LayerToolkit], AttentionChoice]:
-    """What binds a model's layers to a backend, once they exist.
+    """What binds a model's layers to a backend, once they exist. The first rank tells ``logger`` of the candidates.
 
     Raises as :meth:`AttentionSelector.choose` does, before the model takes memory, when no backend will do whatever the
     layers turn out to be.
     """
-    selector = _selector(plugins, platform, config, device, logger)
+    selector = _selector(plugins, platform, config, device, logger if config.parallel.rank == 0 else None)
     base = attention_need(config, described)
     selector.choose({bare_need(base): ()})
     return lambda toolkit: selector.serve(toolkit, base)
 
 
 def attention_report(
-    plugins: PluginAccess,
-    platform: Platform,
-    config: WorkerConfig,
-    described: DeviceDescription,
-    logger: logging.Logger,
+    plugins: PluginAccess, platform: Platform, config: WorkerConfig, described: DeviceDescription
 ) -> AttentionReport:
     """The decision for ``described`` without binding a device, allocating a model or reading a weight.
 
     Raises ``ModelFormatError`` for a configuration without head counts.
     """
-    selector = _selector(plugins, platform, config, None, logger)
+    selector = _selector(plugins, platform, config, None)
     base = attention_need(config, described)
     # Backends may bring KV cache dtypes along, which layers look up when they are created.
     selector.examine({bare_need(base): ()})
@@ -127,7 +123,11 @@ def _needs_of_model(plugins: PluginAccess, config: WorkerConfig, base: Attention
 
 
 def _selector(
-    plugins: PluginAccess, platform: Platform, config: WorkerConfig, device: torch.device | None, logger: logging.Logger
+    plugins: PluginAccess,
+    platform: Platform,
+    config: WorkerConfig,
+    device: torch.device | None,
+    logger: logging.Logger | None = None,
 ) -> AttentionSelector:
     def create(name: str) -> AttentionBackend:
         backend: AttentionBackend = create_in_worker(plugins, KIND, name, config, device)

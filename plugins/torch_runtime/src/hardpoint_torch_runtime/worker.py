@@ -203,7 +203,7 @@ class TorchWorker(Worker):
 
     def explain_attention(self, device: DeviceDescription) -> AttentionReport:
         """What a start on ``device``, which need not be there, would decide. Works before any other method."""
-        return attention_report(self._plugins, self._platform, self.config, device, self._logger)
+        return attention_report(self._plugins, self._platform, self.config, device)
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)
@@ -230,7 +230,13 @@ class TorchWorker(Worker):
         if self.config.kv_cache_bytes is not None:
             return self.config.kv_cache_bytes
         config = self.config
-        profile_forward(self.loaded.model, config.max_num_batched_tokens, config.max_model_len, self.device)
+        profile_forward(
+            self.loaded.model,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            self.device,
+            num_rows=config.max_num_seqs,
+        )
         self._platform.synchronize(self._logical_device)
         budget = self._platform.memory_budget(self._logical_device)
         return max(0, budget - self._platform.memory_used(self._logical_device))
