@@ -467,6 +467,18 @@ def test_the_log_sum_exp_of_nothing_is_minus_infinity(double: FlashDouble) -> No
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
+def test_layers_that_come_too_late_are_told(double: FlashDouble) -> None:
+    """R5.32: a biased layer runs on generation 2, which wants sums that a group of generation 3 does not make."""
+    case = FlashCase.create(3, shape(block_size=256), others=[2])
+    problem = case.problem(ROWS)
+    metadata = case.builder.build(problem.common())
+    late = case.backend.create_impl(replace(problem.params("late"), alibi_slopes=(0.5,) * 6))
+    cache = problem.kv_cache()
+    with pytest.raises(RuntimeError, match="Create layers before"):
+        late.forward(problem.query, problem.key, problem.value, cache, metadata, problem.empty_output())
+    assert double.kernel_calls() == []
+
+
 def test_layers_nobody_serves_are_named() -> None:
     """R5.5: told at the start, should selection have been passed by."""
     params = replace(make_problem(shape(), [(1, 1)]).params("model.3"), alibi_slopes=(0.5,) * 6)

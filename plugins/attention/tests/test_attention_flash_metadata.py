@@ -16,6 +16,7 @@ from hardpoint.interfaces.attention import GraphSupport
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, FullAttentionSpec
 from hardpoint_attention.flash import FlashOptions
 from hardpoint_testing_torch import AttentionShape, FakeGraphBackend
+from hardpoint_testing_torch.step_buffers import HostBlind
 
 DECODES = [(9, 1), (30, 1), (4, 1), (12, 1), (7, 1), (1, 1), (2, 1), (60, 1)]
 SHARED = [(300 + row, 1) for row in range(8)]
@@ -411,6 +412,18 @@ STEPS: dict[str, dict[str, Any]] = {
     "ranges": {"mm_ranges": [[(0, 5)], *[[]] * 7]},
     "prompts": {"prompt_lens": torch.full((8,), 3, dtype=torch.int32)},
 }
+
+
+@pytest.mark.parametrize("generation", [2, 3, 4])
+@pytest.mark.parametrize("step", STEPS)
+def test_building_reads_nothing_back(generation: int, step: str) -> None:
+    """R5.36: device tensors that raise where the host would wait for them."""
+    options = FlashOptions(cascade="always")
+    case = FlashCase.create(generation, AttentionShape(dtype=torch.bfloat16, block_size=16), options=options)
+    common = case.common(SHARED, **STEPS[step])
+    given = {each.name: getattr(common, each.name) for each in fields(common)}
+    blind = {name: HostBlind.of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    case.builder.build(replace(common, **blind), fast=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -112,6 +112,8 @@ class FlashImpl(AttentionImpl):
         keys, values = self._cached_views(kv_cache, kernel)
         causal = part.causal and not self._is_bidirectional
         rows = part.key_lens.shape[0]
+        if kernel.needs_cu_key_lens:
+            self._require_key_sums(part)
         call = AttentionCall(
             query=self._query(query, keys.dtype, kernel),
             key=keys,
@@ -169,6 +171,8 @@ class FlashImpl(AttentionImpl):
         part, params = metadata.plain, self.params
         kernel = self._kernels.load(self._kernels.encoder)
         is_cross = params.kind is AttentionKind.ENCODER_DECODER
+        if is_cross:
+            self._require_key_sums(part)
         causal = part.causal and not self._is_bidirectional
         kernel(
             AttentionCall(
@@ -290,6 +294,13 @@ class FlashImpl(AttentionImpl):
                 "uses_mm_prefix so that a backend that can is chosen"
             )
         return kernels.load(kernels.masked)
+
+    def _require_key_sums(self, part: RowPart) -> None:
+        if part.cu_key_lens is None:
+            raise RuntimeError(
+                f"layer {self.params.layer_name!r} needs prefix sums of key lengths, which its group's builder did not "
+                "make: the layer was not there when the first step was built. Create layers before"
+            )
 
     def _cached_views(self, kv_cache: torch.Tensor, kernel: FlashKernel) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [N, B, K, D] of the cache; the same objects while the cache is the same (P5.7)."""
