@@ -150,8 +150,11 @@ def _sampled(hidden: torch.Tensor, batch: InputBatch) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: torch.device) -> None:
-    """A forward of ``num_tokens`` that touches no cache: its scratch memory and first-call costs come now."""
+def profile_forward(
+    model: Model, num_tokens: int, max_model_len: int, device: torch.device, *, num_rows: int = 1
+) -> None:
+    """A forward of ``num_tokens`` that touches no cache, and what sampling ``num_rows`` of them takes: scratch memory
+    and first-call costs come now."""
     # A step may hold more tokens than one sequence, and then more than there are positions.
     positions = torch.arange(num_tokens, dtype=torch.int64, device=device) % max_model_len
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -161,4 +164,6 @@ def profile_forward(model: Model, num_tokens: int, max_model_len: int, device: t
     with set_forward_context(context):
         hidden = last_hidden(model.forward(token_ids, positions))
     if "generate" in model.info.tasks:
-        model.logits(hidden[-1:])
+        logits = model.logits(hidden[-num_rows:]).float()
+        # Sampling orders a copy of all logits, and keeps probabilities beside it.
+        logits.softmax(dim=-1).sort(dim=-1)
