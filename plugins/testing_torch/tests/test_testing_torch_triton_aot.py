@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint_testing_torch.triton_aot import TARGETS, KernelCase, Resources, load_cases, main
-from hardpoint_testing_torch.triton_aot_check import cache_folder, compile_all
+from hardpoint_testing_torch.triton_aot_check import cache_folder, compile_all, excess
 from hardpoint_testing_torch.triton_aot_suite import KernelResourceSuite, stale_cases
 from hardpoint_testing_torch.triton_aot_table import ResourceTable
 
@@ -191,6 +191,37 @@ def test_compiling_writing_and_checking(
     assert "on sm_90 uses Resources" in said.err
 
 
+def test_results_are_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    from hardpoint_testing_torch.triton_aot_worker import cached, keep
+
+    row = Resources("abc", 16, 32, 0)
+    assert cached(tmp_path / "new", "abc") is None
+    keep(tmp_path / "new", row)
+    assert cached(tmp_path / "new", "abc") == row
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["abc.json"]
+    for text in ("", "{", "[]", '{"hash": "abc"}'):
+        (tmp_path / "new" / "abc.json").write_text(text, encoding="utf-8")
+        assert cached(tmp_path / "new", "abc") is None, text
+    keep(None, row)
+    assert cached(None, "abc") is None
+
+
+def test_metadata_of_another_form_is_no_zero() -> None:
+    from hardpoint_testing_torch.triton_aot_worker import amd_usage
+
+    assert amd_usage("    .vgpr_count:     48\n    .vgpr_spill_count: 3\n") == (48, 12)
+    with pytest.raises(RuntimeError, match="tells no vgpr_spill_count"):
+        amd_usage("    .vgpr_count:     48\n")
+
+
+def test_what_exceeds_a_budget_or_a_device_is_told() -> None:
+    assert excess("one", Resources("", 255, 64 * 1024, 8), 8, "gfx942") == []
+    assert excess("one", Resources("", 255, 64 * 1024 + 1, 9), 8, "gfx942") == [
+        "one spills 9 bytes a thread; its budget is 8",
+        "one needs 65537 bytes shared memory; 65536 are there",
+    ]
+
+
 WASTEFUL = """
 import triton
 import triton.language as tl
@@ -221,7 +252,8 @@ def cases():
 
 @pytest.mark.slow
 def test_what_does_not_compile_or_spills_is_a_fault(write: Write) -> None:
-    outcome = compile_all(write(WASTEFUL), jobs=1)
+    outcome = compile_all(write(WASTEFUL), jobs=1, cold=True)
+    assert not cache_folder().exists(), "a cold run neither reads nor writes results"
     assert len(outcome.faults) >= 3
     text = "\n".join(outcome.faults)
     assert "wasteful on sm_80 spills" in text

@@ -16,7 +16,7 @@ from typing import Any
 from hardpoint_testing_torch.triton_aot import TARGETS, Resources, load_cases
 from hardpoint_testing_torch.triton_aot_table import ResourceTable
 
-__all__ = ["Outcome", "cache_folder", "compile_all"]
+__all__ = ["Outcome", "cache_folder", "compile_all", "excess"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,13 @@ def compile_all(provider: str, *, jobs: int = 2, cold: bool = False) -> Outcome:
                 faults.append(f"{case.name} does not compile for {target.name}: {answer['error']}")
                 continue
             row = rows[case.name][target.name] = Resources(**answer["resources"])
-            faults += _excess(f"{case.name} on {target.name}", row, case.spill_budget, target.name)
+            faults += excess(f"{case.name} on {target.name}", row, case.spill_budget, target.name)
     num_cached = sum(answer["cached"] for answer in answers.values())
     return Outcome(ResourceTable(version("triton"), rows), tuple(faults), num_cached)
 
 
-def _excess(label: str, row: Resources, spill_budget: int, target: str) -> list[str]:
+def excess(label: str, row: Resources, spill_budget: int, target: str) -> list[str]:
+    """In words, what ``row`` needs beyond its budget of bytes per thread or beyond what a block of ``target`` has."""
     found = []
     if row.spill_bytes > spill_budget:
         found.append(f"{label} spills {row.spill_bytes} bytes a thread; its budget is {spill_budget}")

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from hardpoint_testing_torch.triton_aot import KernelCase, Resources, Target, load_cases
 from hardpoint_testing_torch.triton_aot_hash import case_hash
 
-__all__ = ["compile_case", "main"]
+__all__ = ["amd_usage", "cached", "compile_case", "keep", "main"]
 
 
 def compile_case(case: KernelCase, target: Target) -> Resources:
@@ -45,7 +45,7 @@ def compile_case(case: KernelCase, target: Target) -> Resources:
     )
     shared = int(compiled.metadata.shared)
     if target.backend == "hip":
-        registers, spilled = _amd_usage(compiled.asm["amdgcn"])
+        registers, spilled = amd_usage(compiled.asm["amdgcn"])
     else:
         registers, spilled = _nvidia_usage(compiled.asm["cubin"])
     return Resources(case_hash(case, target), registers, shared, spilled)
@@ -64,7 +64,7 @@ def _argument(stated: Any, path: tuple[int, ...], constants: dict[Any, Any], att
     return name
 
 
-def _amd_usage(assembly: str) -> tuple[int, int]:
+def amd_usage(assembly: str) -> tuple[int, int]:
     """(vector registers, spilled bytes) from the metadata that the assembler writes."""
 
     def entry(key: str) -> int:
@@ -90,7 +90,7 @@ def _nvidia_usage(binary: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _cached(cache: Path | None, digest: str) -> Resources | None:
+def cached(cache: Path | None, digest: str) -> Resources | None:
     """What an earlier run found, or None; a file that cannot be read counts as none."""
     if cache is None:
         return None
@@ -101,7 +101,8 @@ def _cached(cache: Path | None, digest: str) -> Resources | None:
         return None
 
 
-def _keep(cache: Path | None, resources: Resources) -> None:
+def keep(cache: Path | None, resources: Resources) -> None:
+    """Put a result where :func:`cached` finds it, whole or not at all."""
     if cache is None:
         return
     cache.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def _keep(cache: Path | None, resources: Resources) -> None:
 
 def _answer(case: KernelCase, target: Target, cache: Path | None) -> dict[str, Any]:
     answer: dict[str, Any] = {"case": case.name, "target": target.name, "cached": True}
-    resources = _cached(cache, case_hash(case, target))
+    resources = cached(cache, case_hash(case, target))
     if resources is None:
         answer["cached"] = False
         try:
@@ -120,7 +121,7 @@ def _answer(case: KernelCase, target: Target, cache: Path | None) -> dict[str, A
         except Exception as error:  # Whatever any stage of the compiler raises is the answer.
             lines = str(error).strip().splitlines() or [""]
             return {**answer, "error": f"{type(error).__name__}: {' | '.join(lines[-6:])}"}
-        _keep(cache, resources)
+        keep(cache, resources)
     return {**answer, "resources": asdict(resources)}
 
 
