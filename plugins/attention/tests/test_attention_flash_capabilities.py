@@ -7,19 +7,24 @@ import sys
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flash_double import FlashDouble
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionKind, AttentionNeed, BlockSizeRule
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import ProbeStatus, declaration_of
-from hardpoint_attention.flash import InstalledKernels, create
+from hardpoint.interfaces.worker import WorkerContext
+from hardpoint_attention.flash import FlashOptions, InstalledKernels, create
 from hardpoint_attention.flash.capabilities import block_sizes, is_head_256_path, refuse, resolve
 from hardpoint_attention.flash.generations import load_generation
 from hardpoint_attention.flash.installed import installed_kernels, probe
+from hardpoint_attention.flash.plugin import facts_from, facts_of
+from hardpoint_testing_torch import AttentionShape, make_problem
 
 A100, L4, H100, B200, RTX50 = (
     DeviceDescription(device_type="cuda", name=name, capability=capability)
@@ -216,6 +221,25 @@ def test_a_package_without_its_function_is_named() -> None:
         del sys.modules["flash_attn"].__dict__["flash_attn_varlen_func"]
         with pytest.raises(ConfigError, match="install flash-attn for this device"):
             load_generation(2)
+
+
+def test_the_workers_device_decides_about_generations() -> None:
+    """R5.2: as torch describes it, since a worker is bound to it; without one no layer gets kernels."""
+    found = SimpleNamespace(name="H200", major=9, minor=0, total_memory=1 << 37, multi_processor_count=132)
+    facts = facts_from(found, is_hip=False)
+    assert facts.description == DeviceDescription(
+        device_type="cuda", name="H200", capability=(9, 0), memory_bytes=1 << 37
+    )
+    assert facts.num_processors == 132
+    assert refuse(need(facts.description), ALL) is None
+    assert "needs a CUDA device" in str(refuse(need(facts_from(found, is_hip=True).description), ALL))
+    for nothing in (None, torch.device("cpu")):
+        assert facts_of(nothing).description.capability is None
+    context = WorkerContext(name="flash_attn", api_version=1, roles=frozenset(), device=torch.device("cpu"))
+    made = create(context, FlashOptions())
+    assert made.name == "flash_attn"
+    with pytest.raises(ValueError, match=r"no FlashAttention kernels for this process's device \(cpu\)"):
+        made.create_impl(make_problem(AttentionShape(), [(1, 1)]).params())
 
 
 def test_the_manifest_says_what_the_code_says() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY
-from hardpoint.interfaces.devices import LogicalDevice
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import plugin
 from hardpoint.interfaces.worker import WorkerContext
@@ -17,7 +17,7 @@ from hardpoint_attention.flash.capabilities import KINDS
 from hardpoint_attention.flash.installed import installed_kernels, probe
 from hardpoint_attention.flash.options import FlashOptions
 
-__all__ = ["create"]
+__all__ = ["DeviceFacts", "create", "facts_from", "facts_of"]
 
 
 @plugin(
@@ -34,24 +34,39 @@ __all__ = ["create"]
 def create(ctx: WorkerContext, options: FlashOptions) -> AttentionBackend:
     """Imports no kernel yet: generations are loaded with the first layer that runs on them."""
     config = ctx.config
+    facts = facts_of(ctx.device)
     surroundings = FlashSurroundings(
-        device=_description(ctx),
+        device=facts.description,
         installed=installed_kernels(),
         batch_invariant=config is not None and config.batch_invariant,
-        num_processors=_num_processors(ctx.device),
+        num_processors=facts.num_processors,
         logger=ctx.logger,
     )
     return FlashBackend(surroundings, options)
 
 
-def _description(ctx: WorkerContext) -> DeviceDescription:
-    device = ctx.device
-    if ctx.platform is None or not isinstance(device, torch.device):
-        return DeviceDescription(device_type="cpu", name="no device")
-    return ctx.platform.describe(LogicalDevice(device.index or 0))
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The worker's device, as kernels are chosen by it."""
+
+    description: DeviceDescription
+    num_processors: int = 1
 
 
-def _num_processors(device: Any) -> int:
+def facts_of(device: object) -> DeviceFacts:
+    """Of the device that a worker is bound to; no other one has kernels, so that nothing is asked about these."""
     if not isinstance(device, torch.device) or device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        kind = device.type if isinstance(device, torch.device) else "cpu"
+        return DeviceFacts(DeviceDescription(device_type=kind, name=f"this process's device ({device})"))
+    return facts_from(torch.cuda.get_device_properties(device), is_hip=torch.version.hip is not None)
+
+
+def facts_from(properties: Any, *, is_hip: bool) -> DeviceFacts:
+    """Of what torch says about a device; ``is_hip``: it is AMD's, although torch calls it CUDA too."""
+    description = DeviceDescription(
+        device_type="rocm" if is_hip else "cuda",
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        memory_bytes=properties.total_memory,
+    )
+    return DeviceFacts(description, properties.multi_processor_count)
