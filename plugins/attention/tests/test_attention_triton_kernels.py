@@ -51,6 +51,15 @@ def test_head_sizes_and_dtypes(head_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_every_head_has_its_scales(name: str) -> None:
+    """R5.11, R5.43: read by stride, be it one scale for all heads or one for each."""
+    for by_head in (False, True):
+        shape = AttentionShape(num_heads=6, num_kv_heads=3, kv_cache_dtype=name, per_head_scales=by_head)
+        check(tiles_of(16, 16, 2), make_problem(shape, [(17, 1), (3, 4)]))
+
+
+@pytest.mark.slow
 def test_latents_of_the_usual_size() -> None:
     """R5.12: more heads than a block has lanes, in parts; prefills and decodes read the cache alike."""
     shape = AttentionShape(num_heads=20, num_kv_heads=1, head_size=576, latent_values=512)
@@ -70,12 +79,25 @@ def test_block_sizes_and_head_groups(block_size: int, heads: tuple[int, int]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [2, 16])
 @pytest.mark.parametrize("feature", [{}, {"sliding_window": 5}, {"uses_sinks": True}, {"uses_alibi": True}], ids=str)
-def test_parts_equal_the_whole(feature: dict[str, Any], splits: int) -> None:
+def test_parts_equal_the_whole(feature: dict[str, Any]) -> None:
     """R5.33: more parts than a row has tiles are no fault; a sink counts once."""
     shape = replace(AttentionShape(num_heads=4), **feature)
-    check(tiles_of(16, 16, splits), make_problem(shape, [(40, 1), (0, 7), (3, 1), (33, 2)]))
+    check(tiles_of(16, 16, 8), make_problem(shape, [(40, 1), (0, 3), (33, 2)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [{}, {"uses_sinks": True}, {"sliding_window": 5}], ids=str)
+def test_parts_have_the_log_sum_exp_of_the_whole(feature: dict[str, Any]) -> None:
+    """R5.83: natural logarithms, although parts are put together by those to base 2; empty parts count nothing."""
+    problem = make_problem(replace(AttentionShape(num_heads=4), **feature), [(40, 1), (0, 3), (33, 2)])
+    backend = tiles_of(16, 16, 4)
+    impl, cache = backend.create_impl(problem.params()), problem.kv_cache()
+    impl.write_kv(problem.key, problem.value, cache, problem.slot_mapping())
+    builder = backend.create_builder(problem.spec(), ["layer"], 8, 64, torch.device("cpu"))
+    found = impl.forward_with_lse(problem.query, cache, builder.build(problem.common()), problem.empty_output())
+    for actual, expected in zip(found, dense_attention(problem), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow

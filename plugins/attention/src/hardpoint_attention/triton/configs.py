@@ -127,7 +127,7 @@ TABLES: Mapping[Target, Mapping[Key, TileConfig]] = {
     Target.SM_100: _LARGE,
     Target.GFX942: _CDNA,
 }
-INTERPRETED = TileConfig(64, 128)
+INTERPRETED = TileConfig(256, 128)
 """The interpreter takes the same time for a tile of any size, so that few large ones are fastest."""
 
 
