@@ -42,9 +42,15 @@ NEEDS: Mapping[str, Need] = {
         (*GENERATE, "--attention-backend", "torch_reference"), ("hardpoint.attention_backend.v1:torch_reference",)
     ),
     "hardpoint-bench": Need(("bench", MODEL), ("'bench'", "hardpoint.cli_command.v1:bench"), 2),
-    "hardpoint-cpu": Need(GENERATE, ("no platform plugin is installed", "hardpoint.platform.v1:")),
+    "hardpoint-cpu": Need((*GENERATE, "--platform", "cpu"), ("hardpoint.platform.v1:cpu",)),
+    "hardpoint-cuda": Need((*GENERATE, "--platform", "cuda"), ("hardpoint.platform.v1:cuda",)),
     "hardpoint-executors": Need(GENERATE, ("executor plugin 'uniproc'", "hardpoint.executor.v1:uniproc")),
     "hardpoint-model-io": Need(GENERATE, ("chat_renderer plugin 'jinja'", "hardpoint.chat_renderer.v1:jinja")),
+    "hardpoint-gpu": Need(
+        (*GENERATE, "--platform", "cpu", "--plugin", "worker.torch.graph_backend=cuda_graphs"),
+        ("hardpoint.graph_backend.v1:cuda_graphs",),
+        max_seconds=6 * MAX_SECONDS,  # said by the worker, which loads the model first
+    ),
     "hardpoint-models": Need(GENERATE, ("hardpoint.model.v1:LlamaForCausalLM",)),
     "hardpoint-observability": Need((*SERVE, "--plugins", "log"), ("'log'", "install its distribution")),
     "hardpoint-parallel": Need(
@@ -53,12 +59,18 @@ NEEDS: Mapping[str, Need] = {
         max_seconds=6 * MAX_SECONDS,  # said by ranks, which are processes that import the framework
     ),
     "hardpoint-quantization": Need((*GENERATE, "--quantization", "int8"), ("hardpoint.quantization.v1:int8",)),
+    "hardpoint-rocm": Need((*GENERATE, "--platform", "rocm"), ("hardpoint.platform.v1:rocm",)),
     "hardpoint-scheduling": Need(
         GENERATE, ("hardpoint.scheduler.v1:fcfs", "hardpoint.hash.v1:sha256", "hardpoint.kv_layout.v1:layer_outermost")
     ),
     "hardpoint-serving": Need(SERVE, ("hardpoint.endpoint.v1:openai", "hardpoint.endpoint.v1:ops")),
     "hardpoint-terminal": Need(GENERATE, ("'generate'", "hardpoint.cli_command.v1:generate"), 2),
     "hardpoint-torch-runtime": Need(GENERATE, ("worker plugin 'torch'", "hardpoint.worker.v1:torch")),
+    "hardpoint-triton-kernels": Need(
+        (*GENERATE, "--plugin", 'worker.torch.kernel_overrides={"rms_norm":"triton_rms_norm"}'),
+        ("hardpoint.kernel_override.v1:triton_rms_norm",),
+        max_seconds=6 * MAX_SECONDS,
+    ),
 }
 NEEDED_BY_NO_COMMAND = {"hardpoint-testing-torch"}
 START_UP = """
