@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError, ModelFormatError, PluginNotFoundError
@@ -366,6 +366,7 @@ class TestBlockSizes:
         assert all(rule.accepts(size) for size in accepted)
         assert not any(rule.accepts(size) for size in refused)
 
+    @settings(max_examples=25)
     @given(
         st.lists(
             st.builds(BlockSizeRule, st.sampled_from([1, 8, 16, 24]), st.sets(st.integers(1, 64)).map(tuple)),
