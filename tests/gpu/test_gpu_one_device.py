@@ -78,6 +78,7 @@ def test_a_forward_stays_on_its_device(case: ParityCase, tmp_path: Path) -> None
         profile_forward(model, NUM_TOKENS, 64, META, num_rows=3)
 
 
+@pytest.mark.slow
 def test_a_mix_would_be_noticed() -> None:
     with pytest.raises(RuntimeError, match="mixes tensors of several devices: cpu, meta"), WithoutContents():
         torch.mm(torch.zeros(3, 3, device=META), torch.ones(3, 3))

@@ -16,7 +16,9 @@ POOL = (0, 7)
 
 
 @pytest.fixture
-def device() -> RecordingDevice:
+def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
+    # A whole test run's objects take long to go through, and none of them is the device's.
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     return RecordingDevice()
 
 
