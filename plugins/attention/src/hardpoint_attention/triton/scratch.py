@@ -14,7 +14,10 @@ SCRATCH_ELEMENTS = 16 * 1024 * 1024
 
 
 class Scratch:
-    """Layers say what they may need when they are made, and builders allocate it, both before the first step."""
+    """Layers say what they may need when they are made, and builders allocate it, both before the first step.
+
+    For layers that run one after another, on one stream.
+    """
 
     def __init__(self) -> None:
         self._widest = 0
