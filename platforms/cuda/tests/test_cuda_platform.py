@@ -118,6 +118,7 @@ class TestDecisions:
         assert found.features >= {"cuda", "sm_90", "fp8", "tma", "wgmma", "bf16"}
         assert on.attention_candidates() == ("flash_attn", "flashinfer", "triton", "torch_reference")
         assert on.capabilities()["links"] == {"0-1": "nvlink"}
+        assert "fp8" in on.capabilities()["quantization"]["0"]
 
     def test_a_partition_is_described_as_itself(self, divided: Any) -> None:
         on = CudaPlatform(library=NvmlLibrary(lambda: divided), environment={"CUDA_VISIBLE_DEVICES": "MIG-2"})

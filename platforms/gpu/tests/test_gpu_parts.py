@@ -98,11 +98,10 @@ def test_version_numbers(text: str, number: tuple[int, int]) -> None:
 
 
 def test_device_files_are_looked_at_and_never_opened(tmp_path: Path) -> None:
-    host = write_host(tmp_path, {"dev/a": "", "run/.containerenv": ""})
+    host = write_host(tmp_path, {"dev/a": ""})
     assert [host.node_state(path) for path in ("/dev/a", "/dev/b")] == [NodeState.USABLE, NodeState.MISSING]
     assert host.unusable(["/dev/a"]) is None
     assert Host(tmp_path, nobody).unusable(["/dev/a"]) == ("/dev/a", NodeState.DENIED)
-    assert host.is_container()
     assert host.read("/dev/none") is None
     assert host.folders("/nowhere") == []
 

@@ -124,6 +124,7 @@ class TestDecisions:
         found = on.describe(FIRST)
         assert found.capability == (9, 4)
         assert found.features == {"rocm", "gfx942", "matrix_cores", "fp8_fnuz", "wave64"}
+        assert "fp8" in on.capabilities()["quantization"]["1"]
         assert on.attention_candidates() == ("triton", "flash_attn", "torch_reference")
 
     def test_the_factory_gives_the_platform(self) -> None:

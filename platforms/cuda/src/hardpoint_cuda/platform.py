@@ -34,8 +34,6 @@ VENDOR = Vendor(
     kernel_driver="nvidia",
     control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"),
     masks=(MASK,),
-    runtime="CUDA",
-    advice_driver="install the NVIDIA driver",
     advice_container="in a container, give it the devices (docker: --gpus all, with the NVIDIA container toolkit); on "
     "the host, run `nvidia-modprobe -u -c=0`",
     advice_nodes="give this user access to /dev/nvidia* (often by the group `video`)",
@@ -140,8 +138,7 @@ class CudaPlatform(GpuPlatform):
                 f"{old[0].architecture}; set --kv-cache-dtype auto"
             )
 
-    def supported_on(self, device: GpuFacts) -> tuple[str, ...]:
-        """Quantization plugins for a device."""
+    def quantization(self, device: GpuFacts) -> Sequence[str]:
         return supported_quantization(device.capability)
 
 

@@ -33,8 +33,6 @@ class Vendor:
         kernel_driver: its name on the bus.
         control_nodes: device files that every process needs besides those of its devices.
         masks: variables that hide devices, the first one that counts.
-        runtime: what the framework must be built for, in messages.
-        advice_driver: what to do where the kernel driver is missing.
         advice_container: how a container is given devices.
         advice_nodes: what to do where device files may not be opened.
         advice_framework: how to install a framework built for these devices.
@@ -46,8 +44,6 @@ class Vendor:
     kernel_driver: str
     control_nodes: Sequence[str]
     masks: Sequence[str]
-    runtime: str
-    advice_driver: str
     advice_container: str
     advice_nodes: str
     advice_framework: str

@@ -80,7 +80,3 @@ class Host:
         """The first device file that cannot be used, and why; None where all can."""
         states = ((path, self.node_state(path)) for path in paths)
         return next(((path, state) for path, state in states if state is not NodeState.USABLE), None)
-
-    def is_container(self) -> bool:
-        """As far as one can tell from within."""
-        return any(self.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))

@@ -102,6 +102,11 @@ class GpuPlatform(Platform):
     def features(self, device: GpuFacts) -> frozenset[str]:
         """What kernels may ask for by name; the architecture is among them."""
 
+    def quantization(self, device: GpuFacts) -> Sequence[str]:
+        """The usual ``quantization`` plugins that the device has the arithmetic for, by name; others may be tried."""
+        del device
+        return ()
+
     @abstractmethod
     def attention_priorities(self, device: GpuFacts | None) -> Sequence[str]:
         """Names of attention backends for a device, or for any where none can be asked; the best first."""
@@ -188,6 +193,7 @@ class GpuPlatform(Platform):
             "library": found.library,
             "driver_version": found.driver_version,
             "devices": [f"{one.number}: {one.name} ({one.architecture})" for one in found.devices],
+            "quantization": {str(one.number): list(self.quantization(one)) for one in found.devices},
             "numa_nodes": {str(one.number): one.numa_node for one in found.devices},
             "links": link_table(links),
         }

@@ -20,7 +20,7 @@ from hardpoint_gpu.masks import first_set, physical_numbers
 from hardpoint_gpu.platform import GpuPlatform
 from hardpoint_gpu.settings import GpuOptions
 from hardpoint_rocm.amdsmi_library import AmdSmiLibrary
-from hardpoint_rocm.capabilities import attention_priorities, features
+from hardpoint_rocm.capabilities import attention_priorities, features, supported_quantization
 from hardpoint_rocm.kfd import KfdTree
 
 __all__ = ["AmdDevices", "RocmOptions", "RocmPlatform", "create", "examine_rocm", "probe"]
@@ -38,8 +38,6 @@ VENDOR = Vendor(
     kernel_driver="amdgpu",
     control_nodes=("/dev/kfd",),
     masks=(MASK, OTHER_MASK, LOWER_MASK),
-    runtime="ROCm",
-    advice_driver="install the amdgpu driver of ROCm",
     advice_container="in a container, give it the devices (docker: --device /dev/kfd --device /dev/dri)",
     advice_nodes="add this user to the groups `render` and `video` (docker: --group-add render --group-add video)",
     advice_framework="install a build with ROCm: pip install torch --index-url "
@@ -152,6 +150,9 @@ class RocmPlatform(GpuPlatform):
 
     def features(self, device: GpuFacts) -> frozenset[str]:
         return features(device.architecture)
+
+    def quantization(self, device: GpuFacts) -> Sequence[str]:
+        return supported_quantization(device.architecture)
 
     def attention_priorities(self, device: GpuFacts | None) -> Sequence[str]:
         return attention_priorities("" if device is None else device.architecture)
