@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hardpoint import LLM, SamplingParams
@@ -11,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = ["The capital of France is", "Water boils at"]
 
 
-def answers(kv_cache_dtype: str, **settings: int) -> list[list[int]]:
+def answers(kv_cache_dtype: str, **settings: Any) -> list[list[int]]:
     with LLM(
         "smollm2",
         dtype="float32",

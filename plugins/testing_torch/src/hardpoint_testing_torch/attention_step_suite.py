@@ -149,9 +149,11 @@ class AttentionStepRules(AttentionRules):
             builder.build(buffers.common(problem))
             impl, cache = backend.create_impl(problem.params()), problem.kv_cache()
             self.write(backend, problem, cache)
-            states = [pad_rows(each, len(first.rows)) for each in (problem.query, problem.key, problem.value)]
-            output = torch.full_like(states[0], torch.nan)
-            impl.forward(*states, cache, captured, output)
+            query, key, value = (
+                pad_rows(each, len(first.rows)) for each in (problem.query, problem.key, problem.value)
+            )
+            output = torch.full_like(query, torch.nan)
+            impl.forward(query, key, value, cache, captured, output)
             self.compare(problem, output[: len(rows)])
 
     def for_graphs(self, backend: AttentionBackend, base: AttentionShape) -> tuple[StepBuffers, Any]:

@@ -106,6 +106,8 @@ class LocalDriver:
     def __init__(self, model: Model, toolkit: LayerToolkit, *, num_blocks: int = 400, seed: int = 0) -> None:
         self.model = model
         self._layers = toolkit.attention_layers
+        if toolkit.attention_backend is None:
+            raise ValueError("the toolkit has no attention backend; bind one, or make the toolkit with one")
         self._backend = toolkit.attention_backend
         self._block_size = toolkit.config.block_size
         self._free = list(range(1, num_blocks))
