@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import logging
 import os
 import pickle
@@ -14,6 +15,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.platform import LogicalDevice, ThreadPlan
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.kernels import BuildMode, KernelProvider, KernelState, find_report
+from hardpoint_cpu.native import build as native_build
 from hardpoint_cpu.native.levels import named_level
 from hardpoint_cpu.platform import CpuOptions, CpuPlatform, probe
 
@@ -66,6 +68,63 @@ class TestUnavailable:
         kernels = KernelProvider(Host(), build=build, environment=fake_compiler(tmp_path, "exit 0"))
         assert kernels.wait() is None
         assert "XDG_CACHE_HOME" in str(kernels.report().reason)
+
+    @pytest.mark.parametrize("build", ["background", "wait"])
+    @pytest.mark.parametrize(
+        ("script", "reason"),
+        [
+            ("printf '\\377 broken\\n' >&2; exit 1", "broken"),
+            ("exit 0", "made no"),
+            ('while [ "$1" != -o ]; do shift; done; echo garbage > "$2"', "cannot be loaded"),
+        ],
+    )
+    def test_whatever_a_compiler_does_is_no_crash_but_the_reason(
+        self, tmp_path: Path, build: BuildMode, script: str, reason: str
+    ) -> None:
+        kernels = KernelProvider(Host(), build=build, environment=fake_compiler(tmp_path, script))
+        assert kernels.wait() is None
+        assert reason in str(kernels.report().reason)
+
+    @pytest.mark.parametrize(
+        ("script", "timeout", "reason"),
+        [
+            ("exit 5", 60.0, "failed with status 5"),
+            ("printf '\\377' >&2; exit 5", 60.0, "failed with status 5"),
+            ("exec sleep 5", 0.05, "no answer within 0.05 s; set CXX"),
+        ],
+    )
+    def test_a_compiler_that_does_not_say_its_version_is_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, timeout: float, reason: str
+    ) -> None:
+        monkeypatch.setattr(native_build, "VERSION_TIMEOUT_S", timeout)
+        environment = fake_compiler(tmp_path, "")
+        Path(environment["CXX"]).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        kernels = KernelProvider(Host(), environment=environment)
+        assert reason in str(kernels.report().reason)
+        assert kernels.library() is None
+        assert kernels.report().state is KernelState.UNAVAILABLE
+        assert reason in str(kernels.report().reason)
+
+    def test_a_cache_that_cannot_be_looked_at_is_reported(self, tmp_path: Path) -> None:
+        environment = {**fake_compiler(tmp_path, "exit 0"), "XDG_CACHE_HOME": str(tmp_path / ("x" * 300))}
+        report = KernelProvider(Host(), environment=environment).report()
+        assert report.state is KernelState.UNAVAILABLE
+        assert "set XDG_CACHE_HOME" in str(report.reason)
+
+    @pytest.mark.parametrize(("content", "reason"), [("cut", "cut short"), ("other", "undefined symbol")])
+    def test_a_library_that_is_not_whole_or_another_one_is_not_used(
+        self, tmp_path: Path, content: str, reason: str
+    ) -> None:
+        environment = fake_compiler(tmp_path, "exit 0")
+        path = KernelProvider(Host(), environment=environment).report().path
+        assert path is not None
+        path.parent.mkdir(parents=True)
+        other = Path(_ctypes.__file__).read_bytes()
+        path.write_bytes(other[: len(other) // 2] if content == "cut" else other)
+        kernels = KernelProvider(Host(), environment=environment)
+        assert kernels.library() is None
+        assert reason in str(kernels.report().reason)
+        assert "delete its folder" in str(kernels.report().reason)
 
     def test_what_is_not_compiled_stays_so_where_building_is_off(self, tmp_path: Path) -> None:
         kernels = KernelProvider(Host(), build="off", environment=fake_compiler(tmp_path, "exit 0"))

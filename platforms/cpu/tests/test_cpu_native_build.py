@@ -97,6 +97,18 @@ def test_two_processes_at_once_get_the_same_whole_library(tmp_path: Path, source
     assert ctypes.CDLL(said[0][0].strip()).answer() == 41
 
 
+def test_what_killed_builds_left_is_swept_up_after_a_day(tmp_path: Path, sources: Path) -> None:
+    made = tiny(tmp_path, sources)
+    old, young = made.cache / ".building-old", made.cache / ".building-young"
+    for folder in (old, young):
+        (folder / "whole").mkdir(parents=True)
+    made.cache.chmod(0o700)
+    os.utime(old, (1, 1))
+    made.compile()
+    assert not old.exists()
+    assert young.exists()
+
+
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, sources: Path) -> None:
     made = tiny(tmp_path, sources)
     path = made.compile()

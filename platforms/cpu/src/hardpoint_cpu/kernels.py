@@ -147,7 +147,7 @@ class KernelProvider:
         except KernelBuildError as error:
             self._give_up(str(error))
         except OSError as error:
-            self._give_up(f"the cache of kernels cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours")
+            self._give_up(_unusable(error))
 
     def _start(self) -> None:
         if not self._is_enabled:
@@ -183,6 +183,7 @@ class KernelProvider:
         if build is None:
             raise RuntimeError("there is nothing to load before the first library()")
         build.check_owner()
+        build.check_whole()
         plan = self._threads or ThreadPlan(compute_threads=1)
         path = build.path
         key = (os.getpid(), path, plan)
@@ -192,7 +193,7 @@ class KernelProvider:
             cores = plan.cores if len(plan.cores) == plan.compute_threads else ()
             try:
                 library = NativeLibrary(path, threads=plan.compute_threads, cores=cores)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, AttributeError) as error:
                 raise KernelBuildError(f"{path} cannot be loaded: {error}; delete its folder") from error
             _LOADED[key] = library
         self._library, self._state = library, KernelState.READY
@@ -242,6 +243,13 @@ def find_report(level: Level, environment: Mapping[str, str] = os.environ) -> Ke
     try:
         build = find_build(level, environment)
         path = build.path
+        state = KernelState.READY if build.is_ready() else KernelState.UNASKED
     except KernelBuildError as error:
         return KernelReport(level.name, KernelState.UNAVAILABLE, None, str(error))
-    return KernelReport(level.name, KernelState.READY if path.exists() else KernelState.UNASKED, path)
+    except OSError as error:
+        return KernelReport(level.name, KernelState.UNAVAILABLE, None, _unusable(error))
+    return KernelReport(level.name, state, path)
+
+
+def _unusable(error: OSError) -> str:
+    return f"the cache of kernels cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours"

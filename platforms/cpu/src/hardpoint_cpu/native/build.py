@@ -8,15 +8,18 @@ that a change of one file costs one file. Kernels do not link to torch, whose ve
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +41,10 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
 )
 SHOWN_LINES = 12
+VERSION_TIMEOUT_S = 60.0
+"""A compiler that takes longer to say its version is none; it is asked before anything is computed."""
+ABANDONED_S = 24 * 3600.0
+"""Of what a build that was killed leaves behind: swept up by a later build after this time."""
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -96,6 +103,7 @@ class KernelBuild:
             raise KernelBuildError(f"{path.parent} holds no library, and there is no compiler to make one")
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_owner(self.cache)
+        _sweep(self.cache)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=self.cache) as folder:
             made = Path(folder) / "whole"
             made.mkdir(mode=0o700)
@@ -112,6 +120,20 @@ class KernelBuild:
         """Raise ``KernelBuildError`` when others could have put their code where the library lies."""
         for place in (self.path, self.path.parent, self.cache):
             _check_owner(place)
+
+    def check_whole(self) -> None:
+        """Raise ``KernelBuildError`` for a library whose end is missing, as after a power failure: using it is fatal.
+
+        What a linker writes last in a file is its table of sections.
+        """
+        with self.path.open("rb") as file:
+            header = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+        if len(header) < 64 or not header.startswith(b"\x7fELF\x02"):
+            return
+        begin, width, number = *struct.unpack_from("<Q", header, 40), *struct.unpack_from("<HH", header, 58)
+        if begin + width * number > size:
+            raise KernelBuildError(f"{self.path} is cut short; delete its folder")
 
     def _flags(self) -> tuple[str, ...]:
         return (*FLAGS, *self.level.flags, f'-DHP_ISA="{self.level.name}"', *self.extra_flags)
@@ -139,7 +161,7 @@ class KernelBuild:
             target = kept / f"{unit.stem}-{key}-{version}.o"
             if not target.exists():
                 made = folder / target.name
-                _run([compiler, *self._flags(), "-c", str(unit), "-o", str(made)])
+                _make(made, [compiler, *self._flags(), "-c", str(unit)])
                 if self._digest(_included(unit)) != key:
                     raise KernelBuildError(f"{unit} changed while it was compiled; start again")
                 made.rename(target)
@@ -147,17 +169,19 @@ class KernelBuild:
 
         with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
             objects = list(pool.map(compile_unit, units))
-        _run([compiler, *self._flags(), "-shared", *map(str, objects), "-o", str(folder / LIBRARY)])
+        _make(folder / LIBRARY, [compiler, *self._flags(), "-shared", *map(str, objects)])
 
 
 def find_build(level: Level, environment: Mapping[str, str] = os.environ, sources: Path = SOURCES) -> KernelBuild:
     """The build for ``level`` in the user's cache: with the compiler, or without one where it is compiled already.
 
-    Raises ``KernelBuildError`` where there is neither a compiler nor a library.
+    Raises ``KernelBuildError`` where there is neither a compiler that says its version nor a library.
     """
     cache = cache_folder(environment)
     try:
-        return KernelBuild(level, cache, find_compiler(environment), sources=sources)
+        compiler = find_compiler(environment)
+        _version_key(compiler)
+        return KernelBuild(level, cache, compiler, sources=sources)
     except KernelBuildError:
         found = KernelBuild(level, cache, None, sources=sources)
         if not found.is_ready():
@@ -186,14 +210,34 @@ def _included(unit: Path) -> list[Path]:
     return sorted(found)
 
 
+def _sweep(cache: Path) -> None:
+    """Remove what builds left that were killed."""
+    for left in cache.glob(".building-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
 def _version_key(compiler: str) -> str:
-    version = _run([compiler, "--version"]).partition("\n")[0]
+    version = _run([compiler, "--version"], VERSION_TIMEOUT_S).partition("\n")[0]
     return hashlib.sha256(version.encode()).hexdigest()[:8]
 
 
-def _run(command: Sequence[str]) -> str:
+def _make(target: Path, command: Sequence[str]) -> None:
+    _run([*command, "-o", str(target)])
+    if not target.exists():
+        raise KernelBuildError(f"{command[0]} reported success and made no {target.name}; set CXX to a C++ compiler")
+
+
+def _run(command: Sequence[str], timeout: float | None = None) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        # Compilers speak the user's language, in whichever encoding.
+        done = subprocess.run(
+            command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=timeout, errors="replace"
+        )
+    except subprocess.TimeoutExpired as error:
+        said = f"{' '.join(command)} gave no answer within {timeout:g} s"
+        raise KernelBuildError(f"{said}; set CXX to a C++ compiler that does") from error
     except OSError as error:
         raise KernelBuildError(f"{command[0]} cannot be run: {error}; set CXX to a C++ compiler") from error
     if done.returncode != 0:
