@@ -50,3 +50,11 @@ def test_a_long_value_is_cut_short_in_messages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.port: .*given: 'xxx.*log_level: .*given: 'yyy") as caught:
         load("--config", str(path))
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("given", [f"{'9' * 400}GiB", "99999999999999999999999GiB", "1.0001KiB"])
+def test_a_number_that_no_integer_of_a_machine_holds(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.kv_cache_memory: .* is not a whole number below 2\*\*63"):
+        load("--kv-cache-memory", given)
+    with pytest.raises(ConfigError, match=r"cache\.block_size: .*less than 2147483648"):
+        load("--block-size", "99999999999999999999999")

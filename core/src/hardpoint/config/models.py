@@ -43,7 +43,7 @@ class ModelConfig(_Section):
 class CacheConfig(_Section):
     """The KV cache."""
 
-    block_size: int | None = Field(default=None, ge=1)
+    block_size: int | None = Field(default=None, ge=1, lt=2**31)
     """tokens per KV block; the platform decides by default"""
     kv_cache_dtype: str = "auto"
     """storage dtype of keys and values"""

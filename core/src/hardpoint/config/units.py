@@ -30,8 +30,8 @@ def _parse(value: object, pattern: re.Pattern[str], wanted: str) -> object:
     if match is None:
         raise ValueError(f"{value!r} is not {wanted}")
     number = float(match[1]) * (_BINARY if match[3] else _DECIMAL)[match[2].lower()]
-    if number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
+    if not (number.is_integer() and number < 2**63):
+        raise ValueError(f"{value!r} is not a whole number below 2**63")
     return int(number)
 
 

@@ -16,12 +16,13 @@ __all__ = ["DescribedDevice", "FabricatingPlatform", "described_on", "parse_devi
 _FORM = 'PLATFORM [ARCHITECTURE] [FEATURE ...] [SIZE], such as "cuda sm_90 80GiB", "rocm gfx942 192GiB" or "cpu avx2"'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT])(i?)B", re.IGNORECASE)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_LARGEST = 1 << 60
 _SIZE_LIKE = re.compile(r"\d.*b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*")
 _ARCHITECTURES = (
     # Digits as compilers write them: the last one, or the last two, are minor and stepping.
-    (re.compile(r"sm_?(\d+)(\d)[af]?"), "sm_ followed by the compute capability without its dot (sm_90 is 9.0)"),
-    (re.compile(r"gfx(\d+)([0-9a-f])[0-9a-f]"), "gfx followed by major, minor and stepping (gfx942 is 9.4)"),
+    (re.compile(r"sm_?(\d{1,3})(\d)[af]?"), "sm_ followed by the compute capability without its dot (sm_90 is 9.0)"),
+    (re.compile(r"gfx(\d{1,3})([0-9a-f])[0-9a-f]"), "gfx followed by major, minor and stepping (gfx942 is 9.4)"),
 )
 _ARCHITECTURE_LIKE = re.compile(r"(sm_?|gfx)[0-9].*", re.IGNORECASE)
 
@@ -90,10 +91,12 @@ def described_on(platform: Platform, device: DeviceDescription, count: int) -> t
 
 def _bytes(word: str) -> int:
     found = _SIZE.fullmatch(word)
-    if found is None or float(found[1]) <= 0:
+    size = 0.0
+    if found is not None:
+        size = float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()]
+    if not 1 <= size <= _LARGEST:
         raise ConfigError(f"--device: {word!r} is no size of a memory; write 80GiB, 512MiB or 24GB")
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _POWERS[found[2].upper()])
+    return int(size)
 
 
 def _capability(word: str) -> tuple[int, int]:
