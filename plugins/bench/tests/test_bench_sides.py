@@ -82,8 +82,10 @@ def test_phases_follow_one_another_and_add_up_to_the_start(adapter: WriteAdapter
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(0.05)\n", encoding="utf-8")
     load = f"""
 phases.begin("weights")
+import importlib.util
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
+assert importlib.util.find_spec("torch"), "whoever only looks for it leaves the import to be measured"
 import torch
 return Engine()
 """

@@ -60,12 +60,16 @@ class FrameworkClock:
         if name != FRAMEWORK:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:  # whoever asks need not import it: a platform only looks which build is there
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def timed(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             before = self._phases.current
             self._phases.begin(f"{FRAMEWORK}_import")
             try:
