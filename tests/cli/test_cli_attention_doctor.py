@@ -60,8 +60,9 @@ def test_a_device_that_is_not_there(
 
 def test_a_named_backend_that_refuses(hardpoint: CommandLine, tiny: Path) -> None:
     """R5.4: the reason, and an exit status that scripts see."""
-    done = hardpoint("plugins", "doctor", "--model", tiny, "--device", "cpu avx2", "--use", "attention_backend=triton")
+    done = hardpoint("plugins", "doctor", "--model", tiny, "--device", "cpu 24GB", "--use", "attention_backend=triton")
     assert done.status == 1
+    assert "platform cpu, worker torch, 22.4 GiB\n" in done.out
     assert "triton  refuses: Triton has no compiler for the CPU" in done.out
     assert "problem: no attention backend can serve" in done.out
 

@@ -79,7 +79,12 @@ def test_the_platform_itself_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("cuda 80GiB", "names no architecture"), ("cuda sm_90", "says nothing of its memory")]
+    ("text", "said"),
+    [
+        ("cuda 80GiB", "names no architecture"),
+        ("cuda sm_90", "says nothing of its memory"),
+        ("cuda sm_61 24GiB", "has compute capability 6.1, and no start would use it; describe one of 7.0 or newer"),
+    ],
 )
 def test_what_a_description_must_say(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said}.*'cuda sm_90 80GiB'"):

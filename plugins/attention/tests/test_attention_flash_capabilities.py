@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
     ("R5.90", need(A100, dcp_size=2), ALL, "dealt out among ranks"),
     ("R5.12", need(H100, uses_alibi=True), installed(3, 4), "generation 3 takes no ALiBi slopes"),
     ("R5.12", need(H100, uses_alibi=True, kind=AttentionKind.ENCODER_ONLY), ALL, "ALiBi biases are causal"),
-    ("R5.12", need(H100), installed(), "generation 3 is not installed"),
+    ("R5.12", need(H100), installed(), "generation 3 is not installed (flash-attn-3)"),
 ]
 
 RESOLVED: list[tuple[AttentionNeed, InstalledKernels, int]] = [

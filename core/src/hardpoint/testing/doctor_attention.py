@@ -253,7 +253,7 @@ def _device(decision: AttentionDecision) -> str:
     if device.capability is not None:
         parts.append(f"capability {device.capability[0]}.{device.capability[1]}")
     if device.memory_bytes:
-        parts.append(f"{device.memory_bytes / _GIB:g} GiB")
+        parts.append(f"{round(device.memory_bytes / _GIB, 1):g} GiB")
     return f"{plain(device.name)}  {', '.join(parts)}"
 
 

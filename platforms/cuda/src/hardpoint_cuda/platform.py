@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.devices import DeviceMap
-from hardpoint.interfaces.platform import EngineSettings, PlatformKind
+from hardpoint.interfaces.platform import DeviceDescription, EngineSettings, PlatformKind
 from hardpoint.interfaces.plugin import PluginContext, ProbeResult, plugin
 from hardpoint_cuda.capabilities import attention_priorities, features, least_block_size, supported_quantization
 from hardpoint_cuda.nvml import NvmlLibrary
@@ -117,6 +117,16 @@ class CudaPlatform(GpuPlatform):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(options or CudaOptions(), library or NvmlLibrary(), environment)
+
+    def with_device(self, device: DeviceDescription, count: int) -> GpuPlatform:
+        """Raises ``ConfigError`` as its base does, and for a device that no start would use."""
+        if device.capability is not None and device.capability < _OLDEST:
+            major, minor = device.capability
+            raise ConfigError(
+                f"{device.name!r} has compute capability {major}.{minor}, and no start would use it; describe one of "
+                f"{_OLDEST[0]}.{_OLDEST[1]} or newer, as in {self.example!r}"
+            )
+        return super().with_device(device, count)
 
     def features(self, device: GpuFacts) -> frozenset[str]:
         partition = {"mig"} if device.parent is not None else set()

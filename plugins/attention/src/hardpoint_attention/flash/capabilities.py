@@ -16,6 +16,7 @@ from hardpoint.interfaces.platform import DeviceDescription
 __all__ = [
     "FP8_DTYPES",
     "KINDS",
+    "PACKAGES",
     "InstalledKernels",
     "Resolution",
     "block_sizes",
@@ -24,6 +25,9 @@ __all__ = [
     "refuse",
     "resolve",
 ]
+
+PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
+"""What to ask the package installer for, by generation."""
 
 ACTIVATION_DTYPES = ("float16", "bfloat16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "fp8_e5m2")
@@ -94,7 +98,7 @@ def resolve(need: AttentionNeed, installed: InstalledKernels) -> Resolution:
     faults = []
     for generation in preferred:
         if generation not in installed.versions:
-            faults.append(f"generation {generation} is not installed")
+            faults.append(f"generation {generation} is not installed ({PACKAGES[generation]})")
             continue
         fault = _generation_fault(need, generation)
         if fault is None:

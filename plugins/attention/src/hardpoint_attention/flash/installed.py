@@ -8,12 +8,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from hardpoint.interfaces.plugin import ProbeResult, ProbeStatus
-from hardpoint_attention.flash.capabilities import InstalledKernels
+from hardpoint_attention.flash.capabilities import PACKAGES, InstalledKernels
 
 __all__ = ["PACKAGES", "installed_kernels", "probe"]
-
-PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
-"""What to ask the package installer for, by generation."""
 
 PAGE_MULTIPLES = {2: 256}
 """The published kernels of generation 2 read pages of a multiple of 256 tokens only."""
