@@ -41,10 +41,15 @@ class KernelResourceSuite:
 
     def test_the_table_is_of_these_kernels(self) -> None:
         """Every row's hash is that of the sources as they are."""
-        assert stale_cases(self.provider, self.table) == [], f"write {self.table.name} again"
+        assert not (stale := stale_cases(self.provider, self.table)), self._said(stale)
 
     def test_every_kernel_compiles_within_its_budget_and_as_the_table_says(self) -> None:
         """For all targets: registers, shared memory and spills."""
         outcome = compile_all(self.provider, jobs=self.jobs)
-        assert list(outcome.faults) == []
-        assert outcome.table.differences(ResourceTable.read(self.table)) == []
+        assert not outcome.faults, "\n".join(outcome.faults)
+        assert not (found := outcome.table.differences(ResourceTable.read(self.table))), self._said(found)
+
+    def _said(self, differences: list[str]) -> str:
+        """pytest shows no values of assertions in installed modules, so the message has to."""
+        command = f"python -m hardpoint_testing_torch.triton_aot {self.provider} --write {self.table}"
+        return "\n".join([*differences, f"if that is as intended, write the table again: {command}"])
