@@ -49,7 +49,7 @@ def shapes(draw: st.DrawFn) -> AttentionShape:
         uses_alibi=draw(st.booleans()),
         uses_sinks=draw(st.booleans()),
         uses_mm_prefix=draw(st.booleans()),
-        uses_row_causality=not keeps_prompt and draw(st.booleans()),
+        uses_row_causality=draw(st.booleans()),
         kv_cache_dtype=draw(st.sampled_from(stored if is_latent else [*stored, "int8_per_token_head"])),
         per_head_scales=draw(st.booleans()),
     )

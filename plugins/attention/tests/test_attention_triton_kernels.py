@@ -218,6 +218,12 @@ def test_tiles_between_the_prompt_and_the_window_are_not_read() -> None:
 
 
 @pytest.mark.slow
+def test_layers_that_keep_prompts_are_causal_whatever_a_row_says() -> None:
+    shape = AttentionShape(sliding_window=4, keeps_prompt=True, uses_row_causality=True)
+    check(tiles_of(16, 16), make_problem(shape, [(9, 5), (8, 6), (0, 7)]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_any_strides(kv_heads: int) -> None:
     """R5.41, R5.42: caches interleaved with other layers', slots outermost within a block, queries and outputs that

@@ -38,7 +38,7 @@ def visible_keys(problem: AttentionProblem, row: int) -> torch.Tensor:
         return torch.ones(length, len(keys), dtype=torch.bool)
     queries = torch.arange(context, context + length)[:, None]
     distance = queries - keys
-    if problem.row_causality[row]:
+    if problem.row_causality[row] or shape.keeps_prompt:
         seen = distance >= 0
     else:
         seen, distance = torch.ones_like(distance, dtype=torch.bool), distance.abs()

@@ -148,7 +148,8 @@ class FlashImpl(AttentionImpl):
         has_ranges = metadata.ranges is not None and params.kind is AttentionKind.DECODER
         if not (has_ranges or params.keeps_prompt or params.chunk_size is not None):
             return
-        shape = MaskShape(call.causal, params.sliding_window, params.chunk_size, params.keeps_prompt, has_ranges)
+        is_causal = call.causal or params.keeps_prompt
+        shape = MaskShape(is_causal, params.sliding_window, params.chunk_size, params.keeps_prompt, has_ranges)
         call.mask, call.mask_tensors = mask_for(shape), self._mask_tensors(metadata, has_ranges=has_ranges)
         call.causal, call.window, call.chunk_size = False, FULL_WINDOW, 0
 

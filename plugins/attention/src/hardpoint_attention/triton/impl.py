@@ -190,7 +190,8 @@ class TritonImpl(AttentionImpl):
             shaping=(params.scale, params.logits_soft_cap, self._slopes_on(query.device), params.sinks),
             block_size=states.block_size,
             value_size=states.value_size,
-            causal=2 if masks.causal is None else int(masks.causal),
+            # What a layer keeps of a prompt is still behind the query, whatever a row says.
+            causal=1 if params.keeps_prompt else 2 if masks.causal is None else int(masks.causal),
             window=params.sliding_window or 0,
             chunk=params.chunk_size or 0,
             keeps_prompt=params.keeps_prompt,
