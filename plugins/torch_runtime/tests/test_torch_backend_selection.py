@@ -303,6 +303,14 @@ class TestMixedLayers:
             ("whole", "l1, l2 and 2 more layers (4/4 heads of 16, float32, window 8): no windows"),
         )
 
+    def test_a_reason_that_concerns_all_of_them_is_said_once(self, needs: Any, loop_backend: Any) -> None:
+        class Nobody(loop_backend):
+            def refuse(self, need: AttentionNeed) -> str | None:
+                return "it is asleep"
+
+        verdicts = AttentionSelector({"one": Nobody()}.__getitem__, ["one"]).examine(needs)
+        assert [verdict.reason for verdict in verdicts] == ["it is asleep"]
+
     def test_kinds_of_layers_that_the_configuration_does_not_tell(self, world: Any, loop_backend: Any) -> None:
         """R5.5: before the first forward, with the backend's own reason."""
 
@@ -339,8 +347,7 @@ class TestMixedLayers:
             [
                 "attention backend: second on a test machine for 4/2 heads of 16, float32; 4/2 heads of 16, float32, "
                 "window 8",
-                "  first   refuses: a (4/2 heads of 16, float32): too slow; "
-                "b (4/2 heads of 16, float32, window 8): too slow",
+                "  first   refuses: too slow",
                 "  second  chosen",
             ]
         ]

@@ -175,18 +175,20 @@ class AttentionSelector:
                 "one with --attention-backend, or leave it unset for an automatic choice"
             )
         table = "\n".join(f"  {line}" for line in _rows([(row.name, row.reason) for row in refusals]))
+        advice = "change the setting that they refuse, or name another one" if refusals else "name one"
         return ConfigError(
             f"no attention backend can serve this model on {next(iter(needs)).device.name}:\n"
             f"{table or '  no candidates'}\n"
-            f"installed: {', '.join(self._installed) or 'none'}; name one with --attention-backend"
+            f"installed: {', '.join(self._installed) or 'none'}; {advice} with --attention-backend"
         )
 
 
 def _refusals(backend: AttentionBackend, needs: Needs) -> Iterator[str]:
-    """Every need's reason, with the layers it is about where there are others; else what is wrong with block sizes."""
+    """Every need's reason, with the layers it is about unless it is that of all; else what is wrong with blocks."""
     reasons = {need: reason for need in needs if (reason := backend.objection(need)) is not None}
+    concerns_all = len(reasons) == len(needs) and len(set(reasons.values())) == 1
     for need, reason in reasons.items():
-        yield reason if len(needs) == 1 else f"{_named(needs[need])} ({describe_need(need)}): {reason}"
+        yield reason if concerns_all else f"{_named(needs[need])} ({describe_need(need)}): {reason}"
     if reasons:
         return
     try:

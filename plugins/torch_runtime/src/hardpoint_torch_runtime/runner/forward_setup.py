@@ -85,8 +85,10 @@ def _shapes(
         reason = "mixtures of experts ask the device how many tokens each expert gets"
     elif config.parallel.tensor_parallel_size > 1:
         reason = "exchanges between ranks are not recorded"
-    elif groups.graph_support is GraphSupport.NEVER or not shapes.captures_uniform:
-        reason = f"the attention backend tolerates {groups.graph_support.name.lower()} here"
+    elif groups.graph_support is GraphSupport.NEVER:
+        reason = "steps of the chosen attention backend cannot be captured"
+    elif not shapes.captures_uniform:
+        reason = f"the attention backend's support for capturing ({groups.graph_support.name}) covers none of the steps"
     if reason is not None:
         raise ConfigError(f"graph backend {graphs.name!r} was asked for, but {reason}; leave graph_backend unset")
     return shapes
