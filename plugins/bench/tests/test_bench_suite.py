@@ -13,7 +13,7 @@ from hardpoint.config import AppConfig
 from hardpoint.errors import ConfigError
 from hardpoint_bench.classes import CLASSES, EXPORTS, VARIANTS, chosen_classes, variant_of
 from hardpoint_bench.convert_command import commands
-from hardpoint_bench.documents import check_same, read_result, write_text
+from hardpoint_bench.documents import check_same, check_writable, read_result, write_text
 from hardpoint_bench.inventory import Inventory
 from hardpoint_bench.peers import PEERS
 from hardpoint_bench.suite import Suite, in_class, shrunk
@@ -227,6 +227,26 @@ def test_results_go_on_only_where_they_began(tmp_path: Path) -> None:
         read_result(path)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_text(path / "below", "")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_writable(path / "below")
+    check_writable(path)
+    assert [child.name for child in path.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"machine": None}, "'machine' is no dict"),
+        ({"classes": "x"}, "'classes' is no dict"),
+        ({"targets": {}}, "'targets' is no list"),
+        ({"machine": {"cpu": "x"}}, "'machine' lacks one of cpu, cores, threads"),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, part: dict[str, Any], said: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"format": 1, **part}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{said}; remove the file"):
+        read_result(path)
 
 
 def test_peers_that_are_not_there_are_named_with_what_to_install(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hardpoint.config import AppConfig, load_config
 from hardpoint.errors import ConfigError
 from hardpoint_bench.bounds import check_settings
 from hardpoint_bench.classes import chosen_classes
-from hardpoint_bench.documents import check_same, read_result, write_text
+from hardpoint_bench.documents import check_same, check_writable, read_result, write_text
 from hardpoint_bench.flags import SUITE, Values, every_flag
 from hardpoint_bench.inventory import Inventory
 from hardpoint_bench.machine import describe_machine
@@ -46,6 +46,7 @@ def run_suite(arguments: argparse.Namespace, model: str | None) -> int:
     threads = values["threads"] or facts_of(config)["threads"]
     if output:
         check_same(output, result, model or "", {**describe_machine(), "threads": threads})
+        check_writable(output)
 
     def keep(found: dict[str, Any]) -> None:
         if output is not None:
@@ -80,6 +81,7 @@ def run_scaling(arguments: argparse.Namespace, model: str | None) -> int:
     machine = {**describe_machine(), "threads": threads}
     if output:
         check_same(output, result, model or "", machine)
+        check_writable(output)
     repeats = _SCALING_REPEATS if arguments.repeats is None else arguments.repeats
     found = Scaling(config, repeats, values["id-seed"], threads, shrink=values["shrink"]).run()
     if output:
