@@ -171,6 +171,26 @@ def test_the_cache_is_the_users() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/cached"}) == Path("/cached/hardpoint/triton-aot")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.py:cases", "--write", "t.json"], "nothing.py is no file with Python source"),
+        (["cases", "--write", "t.json"], "'cases' is no PACKAGE:FUNCTION"),
+        (["no_such_module:cases", "--write", "t.json"], "No module named 'no_such_module'"),
+        (["{provider}s", "--write", "t.json"], "has no function 'casess'; it has: "),
+        (["{provider}", "--check", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["{provider}", "--check", "t.json", "--jobs", "0"], "--jobs: '0' is not a number from 1 on"),
+    ],
+)
+def test_what_the_command_cannot_find_is_said_without_a_traceback(
+    write: Write, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    provider = write(KERNELS)
+    with pytest.raises(SystemExit, match="2"):
+        main([argument.replace("{provider}", provider) for argument in arguments])
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_compiling_writing_and_checking(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

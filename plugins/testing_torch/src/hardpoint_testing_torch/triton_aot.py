@@ -141,13 +141,17 @@ class Resources:
 def load_cases(provider: str) -> tuple[KernelCase, ...]:
     """The cases of ``package.module:function`` or ``folder/file.py:function``.
 
-    Raises ``ValueError`` for another form and for equal names.
+    Raises ``ValueError`` for another form, a function that is not there and equal names.
     """
     place, sign, name = provider.rpartition(":")
     if not sign or not name:
         raise ValueError(f"{provider!r} is no PACKAGE:FUNCTION, such as my_package.cases:all or tests/cases.py:all")
     module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
-    cases: Iterable[KernelCase] = getattr(module, name)()
+    make = getattr(module, name, None)
+    if not callable(make):
+        there = ", ".join(other for other, value in vars(module).items() if callable(value)) or "none"
+        raise ValueError(f"{place} has no function {name!r}; it has: {there}")
+    cases: Iterable[KernelCase] = make()
     found: dict[str, KernelCase] = {}
     for case in cases:
         if case.name in found:
@@ -166,6 +170,12 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """0 when everything compiles within its budget and, without ``--write``, as the table says; 1 otherwise."""
     from hardpoint_testing_torch.triton_aot_check import compile_all
@@ -179,13 +189,18 @@ def main(arguments: list[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--write", metavar="FILE", type=Path, help="write the table")
     where.add_argument("--check", metavar="FILE", type=Path, help="compare with the table")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (default: 2)")
+    parser.add_argument("--jobs", type=_at_least_one, default=2, help="processes that compile (default: 2)")
     parser.add_argument("--cold", action="store_true", help="use no results of earlier runs")
     given = parser.parse_args(arguments)
+    try:
+        load_cases(given.provider)
+        committed = None if given.check is None else ResourceTable.read(given.check)
+    except (ValueError, ModuleNotFoundError, FileNotFoundError) as error:
+        parser.error(str(error))
     outcome = compile_all(given.provider, jobs=given.jobs, cold=given.cold)
     faults = list(outcome.faults)
-    if given.check is not None:
-        faults += outcome.table.differences(ResourceTable.read(given.check))
+    if committed is not None:
+        faults += outcome.table.differences(committed)
     elif not faults:
         outcome.table.write(given.write)
     for fault in faults:
