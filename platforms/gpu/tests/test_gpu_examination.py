@@ -84,6 +84,16 @@ def test_a_loaded_driver_without_its_library_is_broken(tmp_path: Path, fault: Ex
     assert str(fault) in found.reason
 
 
+@pytest.mark.parametrize(("files", "status"), [(FILES, ProbeStatus.BROKEN), ({"dev/": ""}, ProbeStatus.ABSENT)])
+def test_a_damaged_library_matters_where_there_are_devices(
+    tmp_path: Path, files: dict[str, str], status: ProbeStatus
+) -> None:
+    """Whatever it raises: hosts without devices go on computing on the processor."""
+    found = asked(tmp_path, FabricatedLibrary(fault=AttributeError("no such symbol")), files=files)
+    assert found.status is status
+    assert "raised AttributeError: no such symbol; install the management library anew" in found.reason
+
+
 @pytest.mark.parametrize(
     ("driver", "status"), [(None, ProbeStatus.BROKEN), ("acme", ProbeStatus.BROKEN), ("vfio-pci", ProbeStatus.ABSENT)]
 )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import hardpoint_attention.triton as package
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionKind, AttentionLayerParams, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription
 from hardpoint.interfaces.plugin import PluginContext, ProbeStatus, declaration_of
-from hardpoint_attention.triton import TritonBackend, TritonOptions, backend, create
+from hardpoint_attention.triton import TritonBackend, TritonOptions, backend, create, impl
 from hardpoint_attention.triton.capabilities import refuse
 from hardpoint_attention.triton.planning import plan_fast
 
@@ -144,3 +146,11 @@ def test_the_variable_is_read_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch
 def test_a_layer_that_keeps_prompts_needs_to_know_them() -> None:
     params = AttentionLayerParams("a", 2, 1, 8, 1.0, sliding_window=4, keeps_prompt=True)
     assert TritonBackend().create_impl(params) is not None
+
+
+def test_a_damaged_triton_is_named_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hardpoint_attention.triton.launch", raising=False)
+    monkeypatch.delattr(package, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match=r"ModuleNotFoundError: .*triton.*; install .* anew, .* --attention-backend"):
+        impl._launch()

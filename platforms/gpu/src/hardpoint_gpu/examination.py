@@ -82,6 +82,12 @@ def examine(vendor: Vendor, around: Surroundings) -> ProbeResult:
         )
     except LibraryFault as error:
         return _absent(str(error)) if trace is None else _broken(str(error))
+    except Exception as error:
+        # Not a word about devices: on a host that has none, a damaged package is nobody's concern.
+        fault = f"asking for them raised {type(error).__name__}: {error}; install the management library anew"
+        return (
+            _absent(f"no {vendor.maker} device found, and {fault}") if trace is None else _broken(f"{trace}, {fault}")
+        )
     if not inventory.devices:
         fault = f"the driver ({inventory.driver_version}) lists no device"
         return _absent(fault) if trace is None else _broken(f"{fault}; {vendor.advice_container}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import AttentionImpl, AttentionLayerParams
 from hardpoint_attention.cascade import CascadePolicy, CascadeQuestion, decide_cascade
 from hardpoint_attention.triton.configs import size_class
@@ -208,7 +209,12 @@ class TritonImpl(AttentionImpl):
 
 
 def _launch() -> ModuleType:
-    """Imported by the first layer that computes, since it imports Triton."""
-    from hardpoint_attention.triton import launch
-
+    """Imported by the first layer that computes, since it imports Triton. Raises ``ConfigError`` where that fails."""
+    try:
+        from hardpoint_attention.triton import launch
+    except Exception as error:
+        raise ConfigError(
+            f"attention backend 'triton' cannot load its kernels: {type(error).__name__}: {error}; install the package "
+            "triton anew, or choose another backend with --attention-backend"
+        ) from error
     return launch
