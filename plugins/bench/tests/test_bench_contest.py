@@ -141,7 +141,9 @@ def test_ratios_are_of_runs_that_belong_together() -> None:
 
 
 def test_the_table_names_sides_machine_and_ratio(duel: Duel) -> None:
-    text = table(duel.report())
+    report = duel.report()
+    report["figures"]["peak_memory_mib"] = {"median": 1092.4, "low": 1091.0, "high": 1092.6}
+    text = table(report)
     lines = text.splitlines()
     assert lines[0] == "tiny, prefix: 3 x (6 -> 5) tokens, 4 shared"
     assert "2 threads" in lines[1]
@@ -153,6 +155,7 @@ def test_the_table_names_sides_machine_and_ratio(duel: Duel) -> None:
     assert wall.split("  ")[0] == "wall_s"
     assert "1.5 [1.5-1.5]" in wall
     assert wall.endswith("2 [2-2]")
+    assert "1,092 [1,091-1,093]" in text
     assert "(s)" not in text
 
 

@@ -19,6 +19,7 @@ from hardpoint_bench.document_command import run_document
 from hardpoint_bench.flags import add_flags, flags_given
 from hardpoint_bench.measure import Figure, figures, run_workload
 from hardpoint_bench.model_command import run_model
+from hardpoint_bench.model_report import number
 from hardpoint_bench.overhead_command import run_overhead
 from hardpoint_bench.scheduler_command import SCHEDULER, run_scheduler
 from hardpoint_bench.suite_command import run_scaling, run_suite
@@ -106,7 +107,7 @@ class BenchCommand(CliCommand):
 
 
 def _show(figure: Figure) -> str:
-    return f"{figure.median:.3g} [{figure.low:.3g}-{figure.high:.3g}]"
+    return f"{number(figure.median)} [{number(figure.low)}-{number(figure.high)}]"
 
 
 @plugin("cli_command")

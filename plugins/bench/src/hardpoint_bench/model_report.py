@@ -10,7 +10,7 @@ from hardpoint_bench.contest import Contest, Entrant
 from hardpoint_bench.machine import describe_machine
 from hardpoint_bench.measure import condensed
 
-__all__ = ["aligned", "ratios", "report_of", "table"]
+__all__ = ["aligned", "number", "ratios", "report_of", "table"]
 
 _IN_SETTINGS = ("dtype", "quantization", "precision", "notes", "ranks")
 _PER_SECOND = "_per_s"
@@ -98,7 +98,14 @@ def _rows(section: str, sides: Mapping[str, Any], by_peer: Mapping[str, Any]) ->
 
 
 def _shown(figure: Mapping[str, float] | None) -> str:
-    return "-" if figure is None else f"{figure['median']:.3g} [{figure['low']:.3g}-{figure['high']:.3g}]"
+    return "-" if figure is None else f"{number(figure['median'])} [{number(figure['low'])}-{number(figure['high'])}]"
+
+
+def number(value: float | None) -> str:
+    """Three digits that count, never an exponent for what people measure."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hardpoint_bench.model_report import aligned
+from hardpoint_bench.model_report import aligned, number
 
 __all__ = ["COLUMNS", "cell", "number", "scaling_table", "suite_table", "verdict_word"]
 
@@ -80,10 +80,3 @@ def verdict_word(row: Mapping[str, Any]) -> str:
     if row["met"] is None:
         return f"not measured: {row['why']}"
     return "met" if row["met"] else "missed"
-
-
-def number(value: float | None) -> str:
-    """Three digits that count, never an exponent for what people measure."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
