@@ -112,7 +112,13 @@ class ModelSourceSuite(PluginSuite):
             return
         assert found is None, "a revision that does not exist was answered with some other one"
 
-    def test_hostile_names_do_no_harm(self, source: ModelSource) -> None:
+    def test_hostile_names_do_no_harm(
+        self, source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Names such as ".." are folders; what lies in those of the checkout is nobody's matter here.
+        inner = tmp_path / "outer" / "inner"
+        inner.mkdir(parents=True)
+        monkeypatch.chdir(inner)
         for name in self.hostile_names:
             try:
                 found = source.resolve(name, None)
