@@ -127,6 +127,14 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, sources: Path)
         made.compile()
 
 
+def test_a_cache_of_another_user_is_refused_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = list(tmp_path.stat())
+    facts[4] = os.getuid() + 1
+    monkeypatch.setattr(Path, "stat", lambda self: os.stat_result(facts))
+    with pytest.raises(KernelBuildError, match=f"it belongs to user {os.getuid() + 1}.*XDG_CACHE_HOME"):
+        build._check_owner(tmp_path)
+
+
 def test_the_compilers_own_words_are_shown(tmp_path: Path, sources: Path) -> None:
     (sources / "two.cpp").write_text("int broken( { return 2; }\n", encoding="utf-8")
     made = tiny(tmp_path, sources)

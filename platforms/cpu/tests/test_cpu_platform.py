@@ -128,7 +128,7 @@ class TestThreads:
     def test_the_operator_decides(self, platform: CpuPlatform, text: str, threads: int) -> None:
         assert platform.thread_plan(1, {"OMP_NUM_THREADS": text}).compute_threads == threads
 
-    @pytest.mark.parametrize("text", ["0", "many", "-2", ","])
+    @pytest.mark.parametrize("text", ["0", "many", "-2", ",", "²", "4097", "9" * 5000])
     def test_a_bad_thread_count_is_named(self, platform: CpuPlatform, text: str) -> None:
         with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
             platform.thread_plan(1, {"OMP_NUM_THREADS": text})

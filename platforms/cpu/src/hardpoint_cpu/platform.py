@@ -39,6 +39,8 @@ TOKENIZERS_VARIABLE = "TOKENIZERS_PARALLELISM"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
 _AUTO = (None, "auto")
+_MOST_THREADS = 4096
+"""More than any machine has cores; far more cannot be started, which ends the process."""
 
 
 class CpuOptions(BaseModel):
@@ -232,8 +234,11 @@ def _positive(what: str, value: int | None, default: int, option: str) -> int:
 def _threads(text: str) -> int:
     # OpenMP allows a list with one number per nesting level; the first level is ours.
     first = text.split(",")[0].strip()
-    if not first.isdigit() or int(first) < 1:
-        raise ConfigError(f"{THREADS_VARIABLE}={text!r} is not a positive number; unset it or set it to a thread count")
+    if not first.isdecimal() or len(first) > len(str(_MOST_THREADS)) or not 1 <= int(first) <= _MOST_THREADS:
+        raise ConfigError(
+            f"{THREADS_VARIABLE}={text!r} is not a positive number of at most {_MOST_THREADS:,}; unset it or set it to "
+            "a thread count"
+        )
     return int(first)
 
 

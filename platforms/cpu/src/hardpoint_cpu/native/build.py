@@ -192,9 +192,10 @@ def find_build(level: Level, environment: Mapping[str, str] = os.environ, source
 def _check_owner(place: Path) -> None:
     facts = place.stat()
     if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        cure = f"chmod go-w {place}" if facts.st_uid in (os.getuid(), 0) else f"it belongs to user {facts.st_uid}"
         raise KernelBuildError(
             f"{place} can be written by other users, so the kernels in it are not used; make it yours alone "
-            f"(chmod go-w {place}) or set XDG_CACHE_HOME to a folder that is"
+            f"({cure}) or set XDG_CACHE_HOME to a folder that is"
         )
 
 
