@@ -179,6 +179,7 @@ def test_the_cache_is_the_users() -> None:
         (["no_such_module:cases", "--write", "t.json"], "No module named 'no_such_module'"),
         (["{provider}s", "--write", "t.json"], "has no function 'casess'; it has: "),
         (["{provider}", "--check", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["{provider}", "--write", "nowhere/t.json"], "nowhere is no folder; create it"),
         (["{provider}", "--check", "t.json", "--jobs", "0"], "--jobs: '0' is not a number from 1 on"),
     ],
 )
@@ -227,6 +228,19 @@ def test_results_are_kept_whole_or_not_at_all(tmp_path: Path) -> None:
         assert cached(tmp_path / "new", "abc") is None, text
     keep(None, row)
     assert cached(None, "abc") is None
+    (tmp_path / "file").touch()
+    keep(tmp_path / "file" / "cache", row)
+    assert cached(tmp_path / "file" / "cache", "abc") is None, "what cannot be kept is no fault of the kernel"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [("None", "yields no case"), ("[]", "yields no case"), ("['x']", "yields 'x', which is")]
+)
+def test_what_a_provider_must_return(tmp_path: Path, returned: str, said: str) -> None:
+    path = tmp_path / "cases.py"
+    path.write_text(f"def cases():\n    return {returned}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        load_cases(f"{path}:cases")
 
 
 def test_metadata_of_another_form_is_no_zero() -> None:

@@ -141,7 +141,7 @@ class Resources:
 def load_cases(provider: str) -> tuple[KernelCase, ...]:
     """The cases of ``package.module:function`` or ``folder/file.py:function``.
 
-    Raises ``ValueError`` for another form, a function that is not there and equal names.
+    Raises ``ValueError`` for another form, a function that is not there, equal names, and what is not cases.
     """
     place, sign, name = provider.rpartition(":")
     if not sign or not name:
@@ -151,12 +151,16 @@ def load_cases(provider: str) -> tuple[KernelCase, ...]:
     if not callable(make):
         there = ", ".join(other for other, value in vars(module).items() if callable(value)) or "none"
         raise ValueError(f"{place} has no function {name!r}; it has: {there}")
-    cases: Iterable[KernelCase] = make()
+    cases: Iterable[Any] | None = make()
     found: dict[str, KernelCase] = {}
-    for case in cases:
+    for case in cases or ():
+        if not isinstance(case, KernelCase):
+            raise ValueError(f"{provider} yields {case!r}, which is no KernelCase; let it return a list of these")
         if case.name in found:
             raise ValueError(f"{provider} has two cases named {case.name!r}; give each its own name")
         found[case.name] = case
+    if not found:
+        raise ValueError(f"{provider} yields no case; let it return a list of KernelCase")
     return tuple(found.values())
 
 
@@ -195,7 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         load_cases(given.provider)
         committed = None if given.check is None else ResourceTable.read(given.check)
-    except (ValueError, ModuleNotFoundError, FileNotFoundError) as error:
+        if given.write is not None and not given.write.absolute().parent.is_dir():
+            raise ValueError(f"--write {given.write}: {given.write.parent} is no folder; create it")
+    except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
     outcome = compile_all(given.provider, jobs=given.jobs, cold=given.cold)
     faults = list(outcome.faults)

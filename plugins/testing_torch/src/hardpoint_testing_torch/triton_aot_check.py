@@ -88,4 +88,5 @@ def _finish(process: subprocess.Popen[bytes], folder: Path) -> list[dict[str, An
         errors = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
         raise RuntimeError(f"a compiling process ended with {process.returncode}: {errors[-2000:]}")
     lines = (folder / "answers").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    # Compilers print what they please between the answers, code in braces too.
+    return [json.loads(line) for line in lines if line.startswith('{"case": ')]

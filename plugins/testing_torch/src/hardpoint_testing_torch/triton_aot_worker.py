@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -102,13 +103,14 @@ def cached(cache: Path | None, digest: str) -> Resources | None:
 
 
 def keep(cache: Path | None, resources: Resources) -> None:
-    """Put a result where :func:`cached` finds it, whole or not at all."""
+    """Put a result where :func:`cached` finds it, whole or not at all; where nothing can be written it is not kept."""
     if cache is None:
         return
-    cache.mkdir(parents=True, exist_ok=True)
     fresh = cache / f"{resources.hash}.{os.getpid()}"
-    fresh.write_text(json.dumps(asdict(resources)), encoding="utf-8")
-    fresh.replace(cache / f"{resources.hash}.json")
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(asdict(resources)), encoding="utf-8")
+        fresh.replace(cache / f"{resources.hash}.json")
 
 
 def _answer(case: KernelCase, target: Target, cache: Path | None) -> dict[str, Any]:
