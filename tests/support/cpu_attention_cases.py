@@ -15,7 +15,7 @@ __all__ = ["LAYOUTS", "chunks", "facts", "laid_out", "rows_of", "run", "shape_of
 LAYOUTS = ("plain", "heads within tokens", "layers within blocks", "tokens outermost")
 
 
-def facts(problem: AttentionProblem) -> kernels.LayerFacts:
+def facts(problem: AttentionProblem, parts: int = 0) -> kernels.LayerFacts:
     """The problem's layer."""
     shape = problem.shape
     return kernels.LayerFacts.make(
@@ -27,6 +27,7 @@ def facts(problem: AttentionProblem) -> kernels.LayerFacts:
         soft_cap=shape.logits_soft_cap,
         alibi_slopes=problem.alibi_slopes,
         sinks=problem.sinks,
+        parts=parts,
     )
 
 
@@ -52,10 +53,15 @@ def laid_out(cache: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def run(
-    library: NativeLibrary, problem: AttentionProblem, *, layout: str = "plain", dtype: torch.dtype = torch.float32
+    library: NativeLibrary,
+    problem: AttentionProblem,
+    *,
+    layout: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    parts: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H], after the step's keys and values were written."""
-    layer, shape = facts(problem), problem.shape
+    layer, shape = facts(problem, parts), problem.shape
     cache = laid_out(problem.kv_cache().to(dtype), layout)
     view = kernels.cache_view(cache, shape.num_kv_heads, shape.head_size)
     kernels.write_kv(library, layer, problem.key, problem.value, problem.slot_mapping(), view)

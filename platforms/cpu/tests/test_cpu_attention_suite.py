@@ -35,6 +35,17 @@ class TestCpuPaged(AttentionBackendSuite):
         return super().create_backend(replace(ctx, platform=platform(self.level)))
 
 
+@pytest.mark.slow
+class TestPromptsOnMatrixUnits(TestCpuPaged):
+    """As it is made for a run that asks for no invariance."""
+
+    def create_backend(self, ctx: WorkerContext) -> AttentionBackend:
+        return CpuPagedBackend(platform(self.level).kernels, parts=3)
+
+    def test_it_declares_what_it_can_do(self) -> None:  # type: ignore[override]
+        pytest.skip("what is declared holds for runs that ask for invariance as well")
+
+
 class NotYet:
     """Kernels that are being compiled for as long as anybody asks."""
 

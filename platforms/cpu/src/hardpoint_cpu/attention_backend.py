@@ -24,6 +24,7 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.block_size import BLOCK_SIZES_CAPABILITY
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.plugin import NoOptions, PluginContext, ProbeResult, ProbeStatus, plugin
+from hardpoint.interfaces.worker import WorkerContext
 from hardpoint_cpu.attention_fallback import attend_plainly, write_plainly
 from hardpoint_cpu.host import Host
 from hardpoint_cpu.kernels import KernelProvider, KernelReport, KernelState
@@ -107,7 +108,7 @@ class CpuPagedImpl(AttentionImpl):
         facts: the layer as kernels read it.
     """
 
-    def __init__(self, params: AttentionLayerParams, kernels: Kernels) -> None:
+    def __init__(self, params: AttentionLayerParams, kernels: Kernels, parts: int = 0) -> None:
         self.params = params
         self.facts = native.LayerFacts.make(
             params.num_heads,
@@ -118,8 +119,16 @@ class CpuPagedImpl(AttentionImpl):
             soft_cap=params.logits_soft_cap,
             alibi_slopes=params.alibi_slopes,
             sinks=params.sinks,
+            parts=parts,
         )
         self._kernels = kernels
+
+    def accept_rounded_products(self) -> None:
+        """Let the first bits of a float do where matrix units compute: for models whose layers round more than that.
+
+        Nothing changes where a token's bits may not depend on its neighbors.
+        """
+        self.facts.struct.parts = min(self.facts.struct.parts, 1)
 
     def forward(
         self,
@@ -168,15 +177,20 @@ class CpuPagedImpl(AttentionImpl):
 
 
 class CpuPagedBackend(AttentionBackend):
-    """Float32 attention with the same bits for a token whatever else is in the step."""
+    """Float32 attention. With ``parts`` 0 a token has the same bits whatever else is in the step; otherwise prompts may
+    go through matrix units, see :meth:`~hardpoint_cpu.native.attention.LayerFacts.make`.
+    """
 
     name = "cpu_paged"
     returns_lse = True
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, *, parts: int = 0) -> None:
         self._kernels = kernels
+        self._parts = parts
 
     def refuse(self, need: AttentionNeed) -> str | None:
+        if need.batch_invariant and self._parts:
+            return "it was made for a run without --batch-invariant, where bits may depend on a token's neighbors"
         return _refuse_shape(need) or self._refuse_kernels(need)
 
     def _refuse_kernels(self, need: AttentionNeed) -> str | None:
@@ -198,7 +212,7 @@ class CpuPagedBackend(AttentionBackend):
         return CpuPagedBuilder()
 
     def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
-        return CpuPagedImpl(params, self._kernels)
+        return CpuPagedImpl(params, self._kernels, self._parts)
 
 
 def _refuse_shape(need: AttentionNeed) -> str | None:
@@ -243,4 +257,8 @@ def create(ctx: PluginContext, options: NoOptions) -> AttentionBackend:
     """Factory of the plugin ``cpu_paged``. Under another platform than the CPU's it has kernels of its own."""
     del options
     platform = ctx.platform
-    return CpuPagedBackend(platform.kernels if isinstance(platform, CpuPlatform) else KernelProvider(Host()))
+    kernels = platform.kernels if isinstance(platform, CpuPlatform) else KernelProvider(Host())
+    # Nobody said yet what the run will ask for where there is no worker.
+    config = ctx.config if isinstance(ctx, WorkerContext) else None
+    is_fixed = config is None or config.batch_invariant
+    return CpuPagedBackend(kernels, parts=0 if is_fixed else 3)

@@ -59,11 +59,15 @@ def _pack(library: NativeLibrary, stored: StoredWeight, bias: torch.Tensor | Non
 
 
 class NativeLinearMethod(LinearMethod):
-    """Computes with ``native``, whose bias is the layer's where ``has_bias``."""
+    """Computes with ``native``, whose bias is the layer's where ``has_bias``.
 
-    def __init__(self, native: NativeLinear, *, has_bias: bool) -> None:
+    ``rounds_inputs``: activations are rounded to eight bits first.
+    """
+
+    def __init__(self, native: NativeLinear, *, has_bias: bool, rounds_inputs: bool = False) -> None:
         self.native = native
         self.has_bias = has_bias
+        self.rounds_inputs = rounds_inputs
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -97,7 +101,8 @@ def take_over(layer: ParallelLinear, library: NativeLibrary, *, invariant: bool)
     bias = layer.bias if layer.parallel.size == 1 else None
     native = pack(library, stored, bias, invariant=invariant)
     layer.release()
-    layer.method = NativeLinearMethod(native, has_bias=bias is not None)
+    rounds = not isinstance(stored, DenseWeight) and stored.int8_activations
+    layer.method = NativeLinearMethod(native, has_bias=bias is not None, rounds_inputs=rounds)
 
 
 def take_over_head(head: LMHead, library: NativeLibrary, *, invariant: bool) -> None:

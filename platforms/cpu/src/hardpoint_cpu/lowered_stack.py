@@ -37,6 +37,10 @@ def lower_stack(library: NativeLibrary, stack: StandardStack, logger: logging.Lo
     reason = next((reason for block in stack.blocks for reason in _faults(block)), None)
     if reason is not None:
         raise StackRefusedError(reason)
+    for block in stack.blocks:
+        impl = block.attention.impl
+        if isinstance(impl, CpuPagedImpl) and all(_rounds_inputs(linear) for linear in _linears(block)):
+            impl.accept_rounded_products()
     try:
         parts = [_parts(block) for block in stack.blocks]
         native = NativeStack(library, parts, None if stack.final_norm is None else _norm(stack.final_norm))
@@ -183,6 +187,11 @@ def _parts(block: StandardBlock) -> BlockParts:
         ),
         activation=block.activation,
     )
+
+
+def _rounds_inputs(linear: ParallelLinear) -> bool:
+    method: object = linear.method
+    return isinstance(method, NativeLinearMethod) and method.rounds_inputs
 
 
 def _native(linear: ParallelLinear) -> NativeLinear:

@@ -7,13 +7,15 @@
 
 #include "api.h"
 #include "attention_source.h"
+#include "attention_split.h"
 #include "attention_tile.h"
 
 namespace hp {
 namespace {
 
 constexpr std::int64_t kItemRows = 192;  // query rows that pay for transposing a tile of keys
-constexpr std::int64_t kItemTokens = 64;
+constexpr std::int64_t kSplitItemRows = 384;  // and for taking one apart
+constexpr std::int64_t kItemTokens = 64, kSplitItemTokens = 128;
 constexpr std::int64_t kLeastTokens = 8;
 constexpr std::int64_t kLightRows = 24;  // so few that the tiles of an item are worth dividing
 constexpr std::int64_t kItemsPerThread = 4;
@@ -45,6 +47,7 @@ struct Desk {
   Found found[2];  // of this tile and of the next one
   float *queries, *logits;
   Sum *totals, *partial;
+  SplitRoom split;
 };
 
 Sum* take_sums(Arena& arena, std::int64_t count, std::int64_t padded_size) {
@@ -66,6 +69,7 @@ class Step {
       : layer_(layer), rows_(rows), source_(source), tokens_(tokens), group_(layer.heads / layer.kv_heads) {
     const bool is_capped = layer.soft_cap != std::numeric_limits<float>::infinity();
     logits_ = {is_capped ? layer.scale : layer.scale * kLog2E, layer.soft_cap};
+    may_split_ = layer.parts > 0 && may_split();
   }
 
   void run(Pool& pool, Arena& arena) const;
@@ -77,6 +81,7 @@ class Step {
   }
   std::int64_t query_rows(const Item& item) const { return (item.end - item.begin) * group_; }
   std::int64_t tiles(const Item& item) const { return item.last_tile - item.first_tile; }
+  bool is_split(const Item& item) const { return may_split_ && query_rows(item) >= kSplitRows; }
 
   Range seen(const Item& item, std::int64_t token) const;
   Range seen(const Item& item, std::int64_t token, std::int64_t tile) const;
@@ -91,6 +96,7 @@ class Step {
   void find(const Visit& visit, Found& found) const;
   void load_queries(const Item& item, float* queries) const;
   void pass(const Visit& visit, const Found& found, const Found* next, Desk& desk) const;
+  void pass_split(const Visit& visit, const Found& found, Desk& desk) const;
   void finish(const Item& item, Sum* totals) const;
 
   const AttentionLayer& layer_;
@@ -99,6 +105,7 @@ class Step {
   const AttentionTokens& tokens_;
   const std::int64_t group_;
   Logits logits_;
+  bool may_split_;
 };
 
 // Positions of the keys that a token sees.
@@ -122,7 +129,8 @@ std::int64_t Step::count_items(std::int64_t tokens) const {
 
 // More, smaller items where there would be too few for all threads.
 std::int64_t Step::tokens_per_item(int threads) const {
-  std::int64_t tokens = std::clamp<std::int64_t>(kItemRows / group_, 1, kItemTokens);
+  std::int64_t tokens = may_split_ ? std::clamp<std::int64_t>(kSplitItemRows / group_, 1, kSplitItemTokens)
+                                   : std::clamp<std::int64_t>(kItemRows / group_, 1, kItemTokens);
   while (tokens > kLeastTokens && count_items(tokens) < threads * kItemsPerThread) tokens /= 2;
   return tokens;
 }
@@ -169,7 +177,10 @@ Desk Step::make_desk(std::int64_t most_rows, Arena& arena) const {
   desk.queries = arena.take<float>(most_rows * layer_.head_size);
   desk.logits = arena.take<float>(kRowBlock * kTile);
   desk.totals = take_sums(arena, most_rows, source_.padded_size());
-  desk.partial = take_sums(arena, kRowBlock, source_.padded_size());
+  desk.partial = take_sums(arena, may_split_ ? kSplitBlock : kRowBlock, source_.padded_size());
+  desk.split = {};
+  if (may_split_ && most_rows >= kSplitRows)
+    desk.split = take_split_room(arena, layer_.parts, most_rows, layer_.head_size, source_.padded_size());
   return desk;
 }
 
@@ -217,9 +228,14 @@ void Step::work(const Piece* begin, const Piece* end, Desk& desk) const {
     if (goes_on) find(visit, desk.found[turn ^ 1]);
     if (now.tile == now.piece->first_tile) {
       load_queries(item, desk.queries);
+      if (is_split(item)) split_queries(desk.queries, query_rows(item), desk.split);
       for (std::int64_t row = 0; row < query_rows(item); ++row) desk.totals[row].largest = kNothing;
     }
-    pass(now, desk.found[turn], goes_on ? &desk.found[turn ^ 1] : nullptr, desk);
+    if (is_split(item)) {
+      pass_split(now, desk.found[turn], desk);
+    } else {
+      pass(now, desk.found[turn], goes_on ? &desk.found[turn ^ 1] : nullptr, desk);
+    }
     if (now.tile + 1 == now.piece->last_tile && item.kept == nullptr) finish(item, desk.totals);
   }
 }
@@ -268,6 +284,30 @@ void Step::pass(const Visit& visit, const Found& found, const Found* next, Desk&
     if (kept != nullptr) continue;
     for (std::int64_t r = 0; r < block.rows; ++r)
       merge(desk.totals[first + r], desk.partial[r], source_.padded_size());
+  }
+}
+
+// The same on a matrix unit.
+void Step::pass_split(const Visit& visit, const Found& found, Desk& desk) const {
+  const Item& item = *visit.piece->item;
+  const std::int64_t rows = query_rows(item), end = found.range.end;
+  source_.gather(found, {0, round_up(end, kSplitBlock)}, desk.room);
+  split_tile(desk.room.keys, desk.room.values, end, desk.split);
+  for (std::int64_t first = 0; first < rows; first += kSplitBlock) {
+    SplitBlock block;
+    block.first = first;
+    block.rows = std::min(kSplitBlock, rows - first);
+    std::int64_t last_seen = 0;
+    for (std::int64_t r = 0; r < block.rows; ++r) {
+      const std::int64_t token = item.begin + (first + r) / group_, head = item.head * group_ + (first + r) % group_;
+      block.seen[r] = seen(item, token, visit.tile);
+      block.distances[r] = position(item, token) - visit.tile * kTile;
+      block.slopes[r] = layer_.alibi_slopes == nullptr ? nullptr : layer_.alibi_slopes + head;
+      last_seen = std::max(last_seen, block.seen[r].end);
+    }
+    if (last_seen == 0) continue;
+    attend_split(block, last_seen, logits_.cap, desk.split, desk.partial);
+    for (std::int64_t r = 0; r < block.rows; ++r) merge(desk.totals[first + r], desk.partial[r], source_.padded_size());
   }
 }
 

@@ -2,7 +2,8 @@
 //
 // Keys are taken in tiles of a fixed size at fixed positions. What one query head of one token makes of a tile depends
 // on nothing but that tile, and its tiles are merged from the first to the last: a result has the same bits whatever
-// else is computed with it, however the prompt was cut into steps, and whichever threads take part.
+// else is computed with it, however the prompt was cut into steps, and whichever threads take part. Only where
+// AttentionLayer::parts allows it do many query rows go through a matrix unit, which rounds otherwise.
 #pragma once
 
 #include <limits>
@@ -32,6 +33,9 @@ struct AttentionLayer {
   const float* alibi_slopes;  // [heads] or null
   const float* sinks;         // [heads] or null: a logit that takes part without a value
   float scale, soft_cap;
+  // Into how many bfloat16 a float may be taken apart for prompts, where there is a matrix unit: 3 keep all of it, 1 only
+  // its first bits. 0: a token's bits depend on nothing that is computed with it.
+  std::int32_t parts;
 };
 
 // The rows of one step. Those of a cache have a table; without one, keys are the step's own tokens.

@@ -61,6 +61,7 @@ class AttentionLayer(ctypes.Structure):
         ("sinks", POINTER),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("parts", ctypes.c_int32),
     )
 
 
@@ -117,8 +118,13 @@ class LayerFacts:
         soft_cap: float | None = None,
         alibi_slopes: Sequence[float] | None = None,
         sinks: torch.Tensor | None = None,
+        parts: int = 0,
     ) -> LayerFacts:
-        """``sinks`` float32 [H] is read at every call. Raises ``ValueError`` for one of another kind."""
+        """``sinks`` float32 [H] is read at every call. Raises ``ValueError`` for one of another kind.
+
+        ``parts``: what matrix units that know bfloat16 only may take a float apart into for prompts. 3 keep all of it,
+        1 only its first bits, and with 0 they are not used: a token's bits then depend on nothing beside it.
+        """
         slopes = None if alibi_slopes is None else torch.tensor(list(alibi_slopes), dtype=torch.float32)
         for name, given in (("ALiBi slopes", slopes), ("sinks", sinks)):
             if given is not None:
@@ -132,6 +138,7 @@ class LayerFacts:
             sinks=None if sinks is None else sinks.data_ptr(),
             scale=scale,
             soft_cap=math.inf if soft_cap is None else soft_cap,
+            parts=parts,
         )
         return cls(struct, slopes, sinks)
 

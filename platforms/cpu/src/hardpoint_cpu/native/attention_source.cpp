@@ -137,9 +137,8 @@ void Source::find(std::int64_t row, std::int64_t head, std::int64_t position, Ra
   }
 }
 
-TileView Source::load(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const {
+void Source::gather(const Found& found, Range whole, TileRoom& room) const {
   const Range range = found.range;
-  const Range whole{range.begin / kColumns * kColumns, round_up(range.end, kColumns)};
   for (std::int64_t i = whole.begin; i < whole.end; ++i) {
     if (i < range.begin || i >= range.end) {
       room.keys[i] = room.values[i] = zeros;
@@ -156,6 +155,11 @@ TileView Source::load(const Found& found, std::int64_t position, const Found* ne
       room.values[i] = value;
     }
   }
+}
+
+TileView Source::load(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const {
+  const Range whole{found.range.begin / kColumns * kColumns, round_up(found.range.end, kColumns)};
+  gather(found, whole, room);
   transpose_keys(room.keys, whole, head_size_, next, room.columns);
   return {room.columns, room.values, position, head_size_, padded_};
 }

@@ -57,8 +57,12 @@ void fill(float* line, std::int64_t begin, std::int64_t end, float value) {
   for (std::int64_t i = begin; i < end; ++i) line[i] = value;
 }
 
+}  // namespace
+
 // Caps and biases, and logits of base 2. Not inlined: all paths must run the same instructions.
-__attribute__((noinline)) void adjust(float* line, Range whole, float cap, const float* slope, std::int64_t distance) {
+__attribute__((noinline)) void adjust(float* line, Range seen, float cap, const float* slope, std::int64_t distance) {
+  if (seen.empty() || (cap == std::numeric_limits<float>::infinity() && slope == nullptr)) return;
+  const Range whole = widen(seen);
   alignas(kAlignment) float lanes[vf::W];
   for (int i = 0; i < vf::W; ++i) lanes[i] = static_cast<float>(i);
   const vf offsets = vf::load(lanes), base = vf::set(kLog2E);
@@ -75,7 +79,6 @@ __attribute__((noinline)) void adjust(float* line, Range whole, float cap, const
   }
 }
 
-// The largest of a row's logits; what is not seen of the vectors they lie in becomes kNothing.
 __attribute__((noinline)) float peak(float* line, Range seen) {
   if (seen.empty()) return kNothing;
   const Range whole = widen(seen);
@@ -86,7 +89,6 @@ __attribute__((noinline)) float peak(float* line, Range seen) {
   return largest(best);
 }
 
-// A row's logits to weights, zeros elsewhere in `all`; their sum by lanes.
 __attribute__((noinline)) vf soften(float* line, Range seen, Range all, float largest) {
   vf total = vf::set(0.0f);
   if (!seen.empty()) {
@@ -103,6 +105,8 @@ __attribute__((noinline)) vf soften(float* line, Range seen, Range all, float la
   return total;
 }
 
+namespace {
+
 template <int R>
 void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logits, const Found* next, Sum* sums) {
   Range all{kTile, 0};
@@ -115,9 +119,7 @@ void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logi
     score<R>(block.queries, tile.keys + k, tile.head_size, block.logits + k);
   for (int r = 0; r < R; ++r) {
     float* line = block.logits + r * kTile;
-    const bool is_plain = logits.cap == std::numeric_limits<float>::infinity() && block.slopes[r] == nullptr;
-    if (!is_plain && !block.seen[r].empty())
-      adjust(line, widen(block.seen[r]), logits.cap, block.slopes[r], block.places[r] - tile.position);
+    adjust(line, block.seen[r], logits.cap, block.slopes[r], block.places[r] - tile.position);
     sums[r].largest = peak(line, block.seen[r]);
   }
   // One thing for all rows after the other: within a row everything waits for what came before.

@@ -90,6 +90,17 @@ void merge(Sum& total, const Sum& part, std::int64_t padded_size);
 // or null.
 void transpose_keys(const float* const* rows, Range range, std::int64_t head_size, const Found* next, float* columns);
 
+// Entries `d` to `d` + W of W rows by columns, `stride` values apart.
+void transpose_square(const float* const* rows, std::int64_t d, float* target, std::int64_t stride);
+
+// Steps from a row's products with a tile to its weights, which all paths share. `slope`: ALiBi, natural, or null;
+// `distance`: from the tile's first key to the row's token.
+void adjust(float* line, Range seen, float cap, const float* slope, std::int64_t distance);
+// The largest of a row's logits; what is not seen of the vectors they lie in becomes kNothing.
+float peak(float* line, Range seen);
+// A row's logits to weights, zeros elsewhere in `all`; their sum by lanes.
+vf soften(float* line, Range seen, Range all, float largest);
+
 // 2^x for x <= 0 to about two units in the last place; 0 or next to nothing from -126 down.
 inline vf exp2_below(vf x) {
 #if defined(__AVX512F__)
