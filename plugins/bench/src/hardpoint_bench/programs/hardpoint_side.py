@@ -109,5 +109,8 @@ def _precision(worker: Any, methods: dict[str, Any]) -> str:
     if method not in _WEIGHTS:
         return f"{method} weights, {dtype} elsewhere"
     in_float = methods.get(method, {}).get("activations") == "float"
-    activations = f"{dtype} activations" if in_float else "int8 activations in linear layers"
-    return f"{_WEIGHTS[method]}, {activations}, {dtype} elsewhere"
+    if in_float:
+        return f"{_WEIGHTS[method]}, {dtype} activations, {dtype} elsewhere"
+    # What rounds that much anyway multiplies rounded numbers in attention as well, on processors with a unit for them.
+    prompts = "" if worker.batch_invariant else "attention of prompts in bfloat16 where the processor multiplies it, "
+    return f"{_WEIGHTS[method]}, int8 activations in linear layers, {prompts}{dtype} elsewhere"
