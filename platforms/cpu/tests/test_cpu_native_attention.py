@@ -93,6 +93,14 @@ def test_bits_do_not_depend_on_neighbors_or_threads(
         begin += length
 
 
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1e4])
+def test_caps_of_any_size_lose_no_digits(native: NativeLibrary, cap: float) -> None:
+    """R5.47: a cap far above all logits changes them by next to nothing."""
+    problem = make_problem(shape_of(logits_soft_cap=cap), [(17, 1), (0, 40)])
+    found, expected = run(native, problem)[0], dense_attention(problem)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=5e-6, atol=5e-6)
+
+
 @pytest.mark.parametrize("head_size", [16, 24])
 def test_bits_do_not_depend_on_chunks(native: NativeLibrary, head_size: int) -> None:
     """I5.2 to the last bit: a prompt in any pieces, single tokens among them; a prefix hit leaves such a piece."""
