@@ -77,3 +77,9 @@ def test_flags_that_make_no_sense_together(hardpoint: CommandLine, tiny: Path) -
     assert "no platform plugin 'abacus'" in said
     said = hardpoint("plugins", "doctor", "--model", tiny, "--device", "cuda 80GiB").complaint()
     assert "'cuda 80GiB' names no architecture of this platform; write it as in 'cuda sm_90 80GiB'" in said
+
+
+@pytest.mark.parametrize("setting", ["", "=", "--=1"])
+def test_a_setting_without_a_name_is_refused(hardpoint: CommandLine, tiny: Path, setting: str) -> None:
+    said = hardpoint("plugins", "doctor", "--model", tiny, f"--setting={setting}").complaint()
+    assert "names no setting" in said

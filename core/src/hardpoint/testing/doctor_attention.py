@@ -151,6 +151,10 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
     given: list[str] = [arguments.model]
     for setting in arguments.setting:
         name, equals, value = setting.partition("=")
+        if not name.strip("-"):
+            raise ConfigError(
+                f"--setting {setting!r} names no setting; write NAME or NAME=VALUE, as after `hardpoint serve --`"
+            )
         given += [f"--{name.replace('_', '-')}", *([value] if equals else [])]
     for use in arguments.use:
         kind, _, name = use.partition("=")
