@@ -105,8 +105,10 @@ def test_refusals_reach_the_client(server: ServerProcess) -> None:
 
 
 def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
+    # Sooner than a hundred steps of any machine.
+    impatient = httpx.Timeout(5, read=0.001)
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post(f"{server.url}/v1/process", json={"data": {**TASK, "length": 100}}, timeout=0.05)
+        server.http.post(f"{server.url}/v1/process", json={"data": {**TASK, "length": 100}}, timeout=impatient)
     until(lambda: server.http.get(f"{server.url}/load").json()["server_load"] == 0, 5, "the abandoned task ends")
 
 
