@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as st
 
 from hardpoint_cpu.native import attention as kernels
 from hardpoint_cpu.native.library import NativeLibrary
 from hardpoint_testing_torch import AttentionProblem, AttentionShape
 
-__all__ = ["LAYOUTS", "chunks", "facts", "laid_out", "rows_of", "run", "shape_of"]
+__all__ = ["LAYOUTS", "chunks", "facts", "laid_out", "rows_of", "run", "shape_of", "shapes"]
 
 LAYOUTS = ("plain", "heads within tokens", "layers within blocks", "tokens outermost")
 
@@ -91,3 +93,29 @@ def shape_of(**changes: object) -> AttentionShape:
     """Nine query heads over three, as in small decoders."""
     base = AttentionShape(num_heads=9, num_kv_heads=3, head_size=16, block_size=16)
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def shapes(groups: Sequence[int], sizes: Sequence[int], blocks: Sequence[int]) -> st.SearchStrategy[AttentionShape]:
+    """Layers with one to three KV heads of so many query heads each, and every feature of the kernels."""
+    return st.builds(
+        lambda kv, group, size, block, window, cap, alibi, sinks, causal: AttentionShape(
+            num_heads=kv * group,
+            num_kv_heads=kv,
+            head_size=size,
+            block_size=block,
+            sliding_window=window,
+            logits_soft_cap=cap,
+            uses_alibi=alibi and causal,
+            uses_sinks=sinks,
+            causal=causal,
+        ),
+        kv=st.integers(1, 3),
+        group=st.sampled_from(groups),
+        size=st.sampled_from(sizes),
+        block=st.sampled_from(blocks),
+        window=st.sampled_from([None, None, 1, 7, 128, 150]),
+        cap=st.sampled_from([None, None, 3.0]),
+        alibi=st.booleans(),
+        sinks=st.booleans(),
+        causal=st.sampled_from([True, True, False]),
+    )
