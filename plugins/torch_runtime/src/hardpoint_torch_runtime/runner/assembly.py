@@ -58,6 +58,13 @@ class RunnerParts:
     exchange: Callable[[], ExpertExchange] | None = None
 
 
+def _axes(config: WorkerConfig, model: Model, device: torch.device) -> PositionAxes | None:
+    """Only for models that have several positions per token."""
+    if not isinstance(model, AxisPositions):
+        return None
+    return PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
+
+
 def assemble_runner(
     config: WorkerConfig,
     model: Model,
@@ -79,9 +86,7 @@ def assemble_runner(
     num_drafts = 0 if parts.proposer is None else parts.proposer.num_drafts
     own_drafts = None if parts.proposer is None else OwnDrafts(config.max_num_seqs, num_drafts)
     residence = None if parts.streams is None else _residence(config, groups, parts.streams, num_drafts, device)
-    axes = None
-    if isinstance(model, AxisPositions):
-        axes = PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
+    axes = _axes(config, model, device)
     tokens = None if residence is None else residence.tokens
     pooling = SlotPooling(model)
     by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling)
