@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +194,53 @@ def test_what_the_command_cannot_find_is_said_without_a_traceback(
     with pytest.raises(SystemExit, match="2"):
         main([argument.replace("{provider}", provider) for argument in arguments])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def cases(:\n    return []\n", r"cannot be imported: SyntaxError in .*\.py, line 1: .*; correct that first"),
+        ("import json\njson.loads('{')\n", r"cannot be imported: JSONDecodeError in .*, line \d+: .*; correct"),
+        ("def cases(kind):\n    return []\n", r"fails: TypeError in .*, line \d+: .*'kind'; it takes nothing and"),
+        ("def cases():\n    return [1 // 0]\n", r"fails: ZeroDivisionError in .*\.py, line 2: .*; it takes nothing"),
+        ("def cases():\n    return 7\n", r"fails: TypeError in .*'int' object is not iterable; it takes nothing and"),
+    ],
+    ids=["syntax", "import", "argument", "failure", "number"],
+)
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "module"])
+def test_a_broken_provider_is_said_without_a_traceback(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, said: str, is_file: bool
+) -> None:
+    provider = write(source)
+    if is_file:
+        provider = f"{tmp_path}/{provider.replace(':', '.py:')}"
+    with pytest.raises(SystemExit, match="2"):
+        main([provider, "--write", str(tmp_path / "table.json")])
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("function", ["plain", "print", "None", "3"])
+def test_a_function_that_is_not_tritons_is_said_without_a_traceback(
+    write: Write, capsys: pytest.CaptureFixture[str], function: str
+) -> None:
+    source = "from hardpoint_testing_torch.triton_aot import KernelCase\n\n\ndef plain(x):\n    return x\n\n\n"
+    provider = write(source + f"def cases():\n    return [KernelCase('one', {function}, {{'x': '*fp32'}})]\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([provider, "--write", "table.json"])
+    assert re.search(
+        r"the function of case 'one' is .*, which Triton cannot compile; put @triton.jit above", capsys.readouterr().err
+    )
+
+
+def test_interpreted_kernels_are_tritons_too(write: Write) -> None:
+    provider = write(KERNELS)
+    script = f"from hardpoint_testing_torch.triton_aot import load_cases; print(len(load_cases({provider!r})))"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "2", done.stderr[-2000:]
 
 
 @pytest.mark.slow

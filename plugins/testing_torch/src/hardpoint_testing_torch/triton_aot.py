@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 __all__ = ["TARGETS", "ArgumentType", "KernelCase", "Resources", "Target", "load_cases", "main"]
@@ -141,34 +142,70 @@ class Resources:
 def load_cases(provider: str) -> tuple[KernelCase, ...]:
     """The cases of ``package.module:function`` or ``folder/file.py:function``.
 
-    Raises ``ValueError`` for another form, a function that is not there, equal names, and what is not cases.
+    Raises ``ValueError`` for another form, a function that is not there or fails, source that cannot be imported, equal
+    names, functions that are not Triton's, and what is not cases; ``ModuleNotFoundError`` where there is no module.
     """
     place, sign, name = provider.rpartition(":")
     if not sign or not name:
         raise ValueError(f"{provider!r} is no PACKAGE:FUNCTION, such as my_package.cases:all or tests/cases.py:all")
-    module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
-    make = getattr(module, name, None)
+    make = getattr(module := _load(place), name, None)
     if not callable(make):
         there = ", ".join(other for other, value in vars(module).items() if callable(value)) or "none"
         raise ValueError(f"{place} has no function {name!r}; it has: {there}")
-    cases: Iterable[Any] | None = make()
+    try:
+        cases: tuple[Any, ...] = tuple(make() or ())
+    except Exception as error:
+        raise ValueError(f"{provider} fails: {_described(error)}; it takes nothing and returns cases") from error
     found: dict[str, KernelCase] = {}
-    for case in cases or ():
+    for case in cases:
         if not isinstance(case, KernelCase):
             raise ValueError(f"{provider} yields {case!r}, which is no KernelCase; let it return a list of these")
         if case.name in found:
             raise ValueError(f"{provider} has two cases named {case.name!r}; give each its own name")
+        if not _is_of_triton(case.function):
+            raise ValueError(
+                f"{provider}: the function of case {case.name!r} is {case.function!r}, which Triton cannot compile; "
+                "put @triton.jit above its definition"
+            )
         found[case.name] = case
     if not found:
         raise ValueError(f"{provider} yields no case; let it return a list of KernelCase")
     return tuple(found.values())
 
 
+def _is_of_triton(function: Any) -> bool:
+    """Whether ``function`` is a Python function in wrappers of Triton, one at least; an interpreted one counts too."""
+    inner = function
+    while inner is not None and not isinstance(inner, FunctionType):
+        inner = getattr(inner, "fn", None)
+    return inner is not None and type(function).__module__.startswith("triton.")
+
+
+def _load(place: str) -> ModuleType:
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"{place} is no file with Python source; it is looked for from the current folder")
+    try:
+        return _load_file(Path(place)) if is_file else import_module(place)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # Whatever the source does when it is run.
+        raise ValueError(f"{place} cannot be imported: {_described(error)}; correct that first") from error
+
+
+def _described(error: Exception) -> str:
+    """Kind, text and place, on a line."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__} in {error.filename}, line {error.lineno}: {error.msg}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {frame.filename}, line {frame.lineno}: {error}"
+
+
 def _load_file(path: Path) -> ModuleType:
     """A module that is in no package, such as one beside tests."""
     spec = spec_from_file_location(f"kernel_cases_of_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"{path} is no file with Python source; it is looked for from the current folder")
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not loaded as Python source here")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -203,7 +240,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--write {given.write}: {given.write.parent} is no folder; create it")
     except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
-    outcome = compile_all(given.provider, jobs=given.jobs, cold=given.cold)
+    try:
+        outcome = compile_all(given.provider, jobs=given.jobs, cold=given.cold)
+    except RuntimeError as error:
+        parser.exit(1, f"{error}\n")
     faults = list(outcome.faults)
     if committed is not None:
         faults += outcome.table.differences(committed)

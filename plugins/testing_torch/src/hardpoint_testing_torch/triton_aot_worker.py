@@ -115,15 +115,15 @@ def keep(cache: Path | None, resources: Resources) -> None:
 
 def _answer(case: KernelCase, target: Target, cache: Path | None) -> dict[str, Any]:
     answer: dict[str, Any] = {"case": case.name, "target": target.name, "cached": True}
-    resources = cached(cache, case_hash(case, target))
-    if resources is None:
-        answer["cached"] = False
-        try:
+    try:
+        resources = cached(cache, case_hash(case, target))
+        if resources is None:
+            answer["cached"] = False
             resources = compile_case(case, target)
-        except Exception as error:  # Whatever any stage of the compiler raises is the answer.
-            lines = str(error).strip().splitlines() or [""]
-            return {**answer, "error": f"{type(error).__name__}: {' | '.join(lines[-6:])}"}
-        keep(cache, resources)
+            keep(cache, resources)
+    except Exception as error:  # Whatever any stage of the compiler raises is the answer.
+        lines = str(error).strip().splitlines() or [""]
+        return {**answer, "cached": False, "error": f"{type(error).__name__}: {' | '.join(lines[-6:])}"}
     return {**answer, "resources": asdict(resources)}
 
 

@@ -125,11 +125,7 @@ class InputBuilder:
         ``pad_tokens`` and ``pad_rows`` (at least the real counts) define the buffers up to a captured shape.
         Raises ``RuntimeError`` when the step has more tokens than the worker was sized for.
         """
-        if step.num_tokens > self._max_tokens:
-            raise RuntimeError(
-                f"step {step.step_id} has {step.num_tokens} tokens, the worker was sized for {self._max_tokens}; "
-                "max_num_batched_tokens must be equal on both sides"
-            )
+        self._check_size(step)
         known = step.num_computed_tokens if num_computed is None else num_computed
         order, (slots, computed, scheduled, samples) = self._rows(step, known, reorder_threshold)
         num_rows, num_tokens = len(order), step.num_tokens
@@ -170,6 +166,13 @@ class InputBuilder:
             prompt_lens=prompt_lens,
             prompt_lens_cpu=prompt_lens_cpu,
         )
+
+    def _check_size(self, step: SchedulerOutput) -> None:
+        if step.num_tokens > self._max_tokens:
+            raise RuntimeError(
+                f"step {step.step_id} has {step.num_tokens} tokens, the worker was sized for {self._max_tokens}; "
+                "max_num_batched_tokens must be equal on both sides"
+            )
 
     def _fill_prompt_lens(self, slots: Int32Array, padded_rows: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
         if self._prompt_lens is None:
