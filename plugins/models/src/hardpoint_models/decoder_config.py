@@ -16,12 +16,16 @@ __all__ = [
     "DecoderConfig",
     "DecoderVariant",
     "ExpertsConfig",
+    "HeadNorm",
     "LatentConfig",
+    "NormPlacement",
     "require_grouped_heads",
     "require_layer_types",
 ]
 
 Activation = Literal["silu", "gelu_tanh"]
+NormPlacement = Literal["before", "around", "after"]
+HeadNorm = Literal["heads", "projections"]
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -36,12 +40,14 @@ class DecoderVariant:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: HeadNorm | None = None
+    norm_placement: NormPlacement = "before"
     has_sliding_window: bool = False
     has_window_switch: bool = False
     default_window: int | None = None
     default_theta: float = 10000.0
     default_eps: float = 1e-6
+    is_tied_by_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +79,19 @@ class DecoderConfig:
     """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention.
 
     Attributes:
+        qk_norm: queries and keys are normalized before they rotate, head by head or all heads of a token at once.
         attention_scale: factor on the products of queries and keys.
         pairs_are_neighbors: entries (2 i, 2 i + 1) of a head rotate together, not those half a head apart.
         local_rope: rotation of the layers in ``local_layers``; None where all layers rotate alike.
         local_layers: one entry per layer.
+        rotated_layers: one entry per layer, False where attention sees no positions; empty where all layers rotate.
         norm_offset: what checkpoints leave off the weights of norms.
-        is_sandwiched: the outputs of attention and feed-forward are normalized too, before they are added.
+        norm_placement: what is normalized in a layer: the inputs of attention and feed-forward, their outputs before
+            these are added, or both (``around``).
         embedding_scale: factor on token embeddings; given embeddings bear it already.
+        input_scale: factor on embeddings, given ones too.
+        residual_scale: factor on the outputs of attention and feed-forward when these are added.
+        logits_divisor: logits are divided by this.
         attention_soft_cap, logits_soft_cap: ``c`` in ``c * tanh(x / c)`` on scores and on logits, or None.
         latent: if given, ``head_size`` is that of its rotated part, and ``num_kv_heads`` says nothing.
         rules: what to do with tensors that the family knows nothing about; they come before its own rules.
@@ -97,7 +109,7 @@ class DecoderConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: HeadNorm | None
     rope: RopeParameters
     windows: tuple[int | None, ...]
     attention_scale: float
@@ -105,14 +117,24 @@ class DecoderConfig:
     pairs_are_neighbors: bool = False
     local_rope: RopeParameters | None = None
     local_layers: tuple[bool, ...] = ()
+    rotated_layers: tuple[bool, ...] = ()
     norm_offset: float = 0.0
-    is_sandwiched: bool = False
+    norm_placement: NormPlacement = "before"
     embedding_scale: float | None = None
+    input_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     rules: tuple[WeightRule, ...] = ()
+
+    def rotation_of(self, layer: int) -> int | None:
+        """0 for the rotation of the model, 1 for the local one, None where the layer has none."""
+        if self.rotated_layers and not self.rotated_layers[layer]:
+            return None
+        return int(self.local_rope is not None and self.local_layers[layer])
 
     @classmethod
     def read(cls, config: Mapping[str, Any], architecture: str, variant: DecoderVariant) -> DecoderConfig:
@@ -135,11 +157,12 @@ class DecoderConfig:
             head_size=head_size,
             vocab_size=fields.integer("vocab_size"),
             norm_eps=fields.epsilon("rms_norm_eps", variant.default_eps),
-            is_tied=fields.flag("tie_word_embeddings", False),
+            is_tied=fields.flag("tie_word_embeddings", variant.is_tied_by_default),
             qkv_bias=attention_bias if variant.qkv_bias is None else variant.qkv_bias,
             output_bias=attention_bias if variant.output_bias is None else variant.output_bias,
             mlp_bias=fields.flag("mlp_bias", False) if variant.mlp_bias is None else variant.mlp_bias,
             qk_norm=variant.qk_norm,
+            norm_placement=variant.norm_placement,
             rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **_present(config)}),
             windows=_windows(fields, num_layers, variant),
             attention_scale=head_size**-0.5,

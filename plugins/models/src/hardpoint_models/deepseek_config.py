@@ -103,7 +103,7 @@ def _read(
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm=None,
         rope=rope,
         windows=(None,) * num_layers,
         attention_scale=_attention_scale(sizes, rope),

@@ -16,7 +16,7 @@ MISTRAL = DecoderVariant(
 QWEN2 = DecoderVariant(
     qkv_bias=True, output_bias=False, mlp_bias=False, has_sliding_window=True, has_window_switch=True
 )
-QWEN3 = DecoderVariant(mlp_bias=False, qk_norm=True, has_sliding_window=True, has_window_switch=True)
+QWEN3 = DecoderVariant(mlp_bias=False, qk_norm="heads", has_sliding_window=True, has_window_switch=True)
 
 
 def _build(ctx: ModelContext, variant: DecoderVariant) -> Model:

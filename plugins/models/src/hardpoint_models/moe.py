@@ -19,7 +19,7 @@ __all__ = ["create_mixtral", "create_qwen3_moe"]
 MIXTRAL = DecoderVariant(
     qkv_bias=False, output_bias=False, mlp_bias=False, has_sliding_window=True, default_theta=1e6, default_eps=1e-5
 )
-QWEN3_MOE = DecoderVariant(mlp_bias=False, qk_norm=True, has_sliding_window=True, default_window=4096)
+QWEN3_MOE = DecoderVariant(mlp_bias=False, qk_norm="heads", has_sliding_window=True, default_window=4096)
 
 
 def expert_rules(block: str, *, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:

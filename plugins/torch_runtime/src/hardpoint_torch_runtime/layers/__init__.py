@@ -24,7 +24,7 @@ from hardpoint_torch_runtime.layers.linear_method import (
 )
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, LatentUpProjection
 from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
-from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
+from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
@@ -91,6 +91,7 @@ __all__ = [
     "RowParallelLinear",
     "SegmentedColumnLinear",
     "ShardedModule",
+    "ShardedRMSNorm",
     "SiluAndMul",
     "StateMetadata",
     "StateMetadataBuilder",

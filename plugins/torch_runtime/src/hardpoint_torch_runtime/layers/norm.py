@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.placement import OutputPart, Placement
 from hardpoint_torch_runtime.ops.seams import Kernels
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "ShardedRMSNorm"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -53,6 +56,48 @@ class RMSNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"
+
+
+class ShardedRMSNorm(RMSNorm):
+    """The same over all values of a column-parallel projection, of which this rank has a ``part`` [T, C / ranks].
+
+    A part that several ranks hold must be held by equally many as any other.
+    """
+
+    def __init__(
+        self,
+        part: OutputPart,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
+        kernels: Kernels | None = None,
+    ) -> None:
+        super().__init__(part.length, eps, dtype, device, kernels)
+        self._part = part
+        self._parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_of((self,), (x,))[0]
+
+    @staticmethod
+    def all_of(norms: Sequence[ShardedRMSNorm], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each of ``inputs`` [T, C / ranks] by the norm in its place, with one exchange among the ranks for all."""
+        parallel = norms[0]._parallel
+        if parallel.size == 1:
+            return [norm._norm(x, norm.weight, norm.eps) for norm, x in zip(norms, inputs, strict=True)]
+        exact = [x.float() for x in inputs]
+        # Values that several ranks hold are in the sum several times, and in the count as often.
+        sums = parallel.all_reduce(torch.stack([x.square().sum(dim=-1) for x in exact], dim=-1))
+        outputs = []
+        for index, (norm, x) in enumerate(zip(norms, exact, strict=True)):
+            mean = sums[:, index : index + 1] / (norm.size * parallel.size)
+            outputs.append((x * torch.rsqrt(mean + norm.eps) * norm.weight.float()).to(inputs[index].dtype))
+        return outputs
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        whole, part = super().place(parameter, shard), self._part
+        return Placement((part.total,), whole.dim, part.start, 0, part.length)
 
 
 class LayerNorm(torch.nn.Module):

@@ -35,8 +35,9 @@ from hardpoint_torch_runtime.layers.linear import (
 from hardpoint_torch_runtime.layers.linear_method import TableQuantization, UnquantizedLinearMethod
 from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes
 from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
-from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm
+from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.placement import OutputPart
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import RoutingParameters
@@ -168,6 +169,10 @@ class LayerToolkit:
     def rms_norm(self, size: int, eps: float, *, weight_offset: float = 0.0) -> RMSNorm:
         """``weight_offset``: what checkpoints leave off the weight (1 where they hold the deviation from one)."""
         return RMSNorm(size, eps, self.dtype, self.device, self.kernels, weight_offset=weight_offset)
+
+    def sharded_rms_norm(self, part: OutputPart, eps: float) -> ShardedRMSNorm:
+        """Over all values of a projection of which this rank computes ``part``."""
+        return ShardedRMSNorm(part, eps, self.dtype, self.device, self.parallel, self.kernels)
 
     def layer_norm(self, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         return LayerNorm(size, eps, self.dtype, self.device, bias=bias)
