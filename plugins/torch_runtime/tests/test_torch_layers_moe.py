@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape
 from hardpoint_torch_runtime.layers import (
+    ClampedSwiGLU,
     ExpertRouter,
     LinearFactory,
     MixtureOfExperts,
@@ -40,6 +41,8 @@ ROUTINGS = {
         12, 4, scoring="sigmoid", num_groups=4, num_kept_groups=2, has_correction_bias=True, scale=2.5, in_float32=True
     ),
     "sigmoid-bias": RoutingParameters(7, 2, scoring="sigmoid", has_correction_bias=True),
+    "softmax-gate-bias": RoutingParameters(6, 2, has_bias=True),
+    "sigmoid-inputs": RoutingParameters(5, 2, scoring="sigmoid", renormalizes=False, weighs_inputs=True),
 }
 
 
@@ -88,7 +91,7 @@ def array(parameter: Any) -> np.ndarray:
 def chosen_by_hand(gate: ExpertRouter, token: np.ndarray) -> dict[int, float]:
     """Expert to weight for one token, by sorting."""
     how = gate.routing
-    logits = array(gate.weight) @ token
+    logits = array(gate.weight) @ token + (0.0 if gate.bias is None else array(gate.bias))
     scores = np.exp(logits) / np.exp(logits).sum() if how.scoring == "softmax" else 1 / (1 + np.exp(-logits))
     merits = scores if gate.e_score_correction_bias is None else scores + array(gate.e_score_correction_bias)
     groups = [range(g * how.group_size, (g + 1) * how.group_size) for g in range(how.num_groups)]
@@ -101,9 +104,22 @@ def chosen_by_hand(gate: ExpertRouter, token: np.ndarray) -> dict[int, float]:
 
 
 def block_by_hand(block: Any, token: np.ndarray) -> np.ndarray:
-    gate, up = np.split(array(block.gate_up_proj.weight) @ token, 2)
-    result: np.ndarray = array(block.down_proj.weight) @ (gate / (1 + np.exp(-gate)) * up)
-    return result
+    gate, up = np.split(linear_by_hand(block.gate_up_proj, token), 2)
+    return linear_by_hand(block.down_proj, gate / (1 + np.exp(-gate)) * up)
+
+
+def linear_by_hand(linear: Any, x: np.ndarray) -> np.ndarray:
+    product: np.ndarray = array(linear.weight) @ x
+    return product if linear.bias is None else product + array(linear.bias)
+
+
+def shared_by_hand(layer: MixtureOfExperts, token: np.ndarray) -> np.ndarray | float:
+    if layer.shared_experts is None:
+        return 0.0
+    factor = 1.0
+    if layer.shared_gate is not None:
+        factor = 1 / (1 + np.exp(-(array(layer.shared_gate.weight)[0] @ token)))
+    return factor * block_by_hand(layer.shared_experts, token)
 
 
 def by_hand(layer: MixtureOfExperts, hidden: torch.Tensor) -> np.ndarray:
@@ -111,15 +127,29 @@ def by_hand(layer: MixtureOfExperts, hidden: torch.Tensor) -> np.ndarray:
     rows = []
     for token in array(hidden):
         chosen = chosen_by_hand(layer.gate, token)
-        row = sum(weight * block_by_hand(layer.experts[expert], token) for expert, weight in chosen.items())
-        rows.append(row if layer.shared_experts is None else row + block_by_hand(layer.shared_experts, token))
+        weighs_inputs = layer.gate.routing.weighs_inputs
+        row = sum(
+            block_by_hand(layer.experts[expert], weight * token)
+            if weighs_inputs
+            else weight * block_by_hand(layer.experts[expert], token)
+            for expert, weight in chosen.items()
+        )
+        rows.append(row + shared_by_hand(layer, token))
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("shared_size", [None, 10], ids=["routed", "shared"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(MixtureSizes(8, 6), id="routed"),
+        pytest.param(MixtureSizes(8, 6, 10), id="shared"),
+        pytest.param(MixtureSizes(8, 6, 10, weighs_shared=True), id="weighed-shared"),
+        pytest.param(MixtureSizes(8, 6, 10, has_bias=True), id="biases"),
+    ],
+)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_every_routing_equals_a_plain_computation(routing: RoutingParameters, shared_size: int | None) -> None:
-    layer = create(routing, MixtureSizes(8, 6, shared_size))
+def test_every_routing_equals_a_plain_computation(routing: RoutingParameters, sizes: MixtureSizes) -> None:
+    layer = create(routing, sizes)
     fill(layer)
     hidden = torch.randn(23, 8, generator=torch.Generator().manual_seed(1))
     np.testing.assert_allclose(layer(hidden).numpy(), by_hand(layer, hidden), rtol=1e-4, atol=1e-5)
@@ -170,10 +200,12 @@ def test_neighbors_change_nothing_in_a_rows_choice() -> None:
     torch.testing.assert_close(whole[3:4], layer(hidden[3:4]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("routing", [ROUTINGS["softmax-renormalized"], ROUTINGS["sigmoid-inputs"]], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_together_are_the_whole(size: int) -> None:
-    """Experts and shared experts are split along their intermediate size; one sum over the ranks for both."""
-    sizes, routing = MixtureSizes(8, 6, 12), ROUTINGS["softmax-renormalized"]
+def test_ranks_together_are_the_whole(size: int, routing: RoutingParameters) -> None:
+    """Experts and shared experts are split along their intermediate size; one sum over the ranks for both, in which
+    biases count once."""
+    sizes = MixtureSizes(8, 6, 12, weighs_shared=True, has_bias=True)
     whole = create(routing, sizes)
     fill(whole)
     recorder = Recorder()
@@ -199,6 +231,26 @@ def share(whole: torch.nn.Module, part: torch.nn.Module) -> None:
                 placement = module.place(parameter_name, shard)
                 assert placement.stored_shape == tuple(piece.shape)
                 placement.target(parameter.data).copy_(placement.source(piece))
+
+
+def test_padding_passes_no_expert_with_a_bias() -> None:
+    layer = create(ROUTINGS["softmax-gate-bias"], MixtureSizes(8, 6, has_bias=True))
+    fill(layer)
+    hidden = torch.randn(5, 8)
+    padding = torch.tensor([False, True, False, True, True])
+    mixed = layer.mix(hidden, padding)
+    assert mixed[padding].abs().max() == 0
+    torch.testing.assert_close(mixed[~padding], layer(hidden)[~padding])
+
+
+@given(st.floats(0.5, 2.0), st.floats(0.1, 8.0))
+@settings(max_examples=20, deadline=None)
+def test_clamped_swiglu_equals_a_plain_computation(slope: float, limit: float) -> None:
+    gate_up = torch.randn(7, 12, dtype=torch.float64) * 4
+    gate, up = np.split(gate_up.numpy(), 2, axis=1)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    expected = (up + 1) * gate / (1 + np.exp(-slope * gate))
+    np.testing.assert_allclose(ClampedSwiGLU(slope, limit)(gate_up).numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_an_expert_that_cannot_be_split_names_itself() -> None:

@@ -21,7 +21,7 @@ from hardpoint_torch_runtime.layers import (
     TensorParallel,
     UnquantizedLinearMethod,
 )
-from hardpoint_torch_runtime.weights import RuleBook, WeightPlan
+from hardpoint_torch_runtime.weights import RuleBook, StackRule, WeightPlan
 
 CPU = torch.device("cpu")
 INFO = ModelInfo(
@@ -121,6 +121,55 @@ def test_ranks_take_their_share_of_each_part_of_a_stack(rank: int) -> None:
     gate, up = STACKS[:, :, :4], STACKS[:, :, 4:]
     mine = slice(2 * rank, 2 * rank + 2)
     np.testing.assert_array_equal(model.filled().numpy(), np.concatenate([gate[:, :, mine], up[:, :, mine]], axis=2))
+
+
+class LaidOut(TwoByTwo):
+    """The same matrices with biases, from stacks in a layout of their own."""
+
+    def __init__(self, is_transposed: bool, alternates: bool, parallel: TensorParallel | None = None) -> None:
+        super().__init__(parallel)
+        self._layout = {"is_transposed": is_transposed, "alternates": alternates}
+        for module in [module for module in self.modules() if isinstance(module, MergedColumnParallelLinear)]:
+            module.bias = torch.nn.Parameter(torch.full((module.shape.output_size,), torch.nan), requires_grad=False)
+
+    def weight_rules(self) -> Sequence[WeightRule]:
+        def rule(stack: str, kind: str, **layout: bool) -> WeightRule:
+            return StackRule(stack, None, unstacked=(f"b.*.w.*.gate.{kind}", f"b.*.w.*.up.{kind}"), **layout)
+
+        return [
+            WeightRule("b.*.w.*.gate.*", "b.*.w.*.gate_up.*", "gate"),
+            WeightRule("b.*.w.*.up.*", "b.*.w.*.gate_up.*", "up"),
+            rule("b.*.w.gate_up", "weight", **self._layout),
+            rule("b.*.w.gate_up_bias", "bias", alternates=self._layout["alternates"]),
+        ]
+
+
+@pytest.mark.parametrize("alternates", [False, True], ids=["behind", "in-turns"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_outputs_may_be_columns_and_parts_may_take_turns(size: int, is_transposed: bool, alternates: bool) -> None:
+    stored, biases = STACKS, STACKS[..., 0]
+    if alternates:
+        gate_and_up = STACKS.reshape(2, 2, 2, 4, 3)
+        stored = gate_and_up.swapaxes(2, 3).reshape(STACKS.shape)
+        biases = stored[..., 0]
+    weights = stored.swapaxes(2, 3) if is_transposed else stored
+    arrays = {f"b.{block}.w.gate_up": np.ascontiguousarray(weights[block]) for block in range(2)}
+    arrays |= {f"b.{block}.w.gate_up_bias": np.ascontiguousarray(biases[block]) for block in range(2)}
+    for rank in range(size):
+        model = LaidOut(is_transposed, alternates, TensorParallel(rank, size))
+        load(model, arrays)
+        mine = [start + row for start in (0, 4) for row in range(rank * 4 // size, (rank + 1) * 4 // size)]
+        for number, linear in enumerate(model.b[block].w[matrix].gate_up for block in range(2) for matrix in range(2)):
+            expected = STACKS[divmod(number, 2)][mine]
+            np.testing.assert_array_equal(linear.weight.numpy(), expected)
+            np.testing.assert_array_equal(linear.bias.numpy(), expected[:, 0])
+
+
+def test_a_stack_of_columns_that_do_not_divide_is_named() -> None:
+    arrays = {"b.0.w.gate_up": np.zeros((2, 8, 3), np.float32)}
+    with pytest.raises(ModelFormatError, match=r"b\.0\.w\.gate_up \[2, 8, 3\] \(expected a stack of"):
+        load(LaidOut(is_transposed=True, alternates=False), arrays)
 
 
 def test_a_missing_stack_is_named_beside_what_it_would_hold() -> None:

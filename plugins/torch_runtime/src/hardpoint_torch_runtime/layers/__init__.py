@@ -1,6 +1,6 @@
 """The layer library models are built from. Models receive a :class:`LayerToolkit`, not these classes."""
 
-from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, GeluTanhAndMul, SiluAndMul
+from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
@@ -53,6 +53,7 @@ __all__ = [
     "AttentionLayer",
     "CausalConv",
     "ChannelInt8Weight",
+    "ClampedSwiGLU",
     "ColumnParallelLinear",
     "DenseWeight",
     "EmbeddingTable",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hardpoint.errors import UnsupportedModelError
 from hardpoint_torch_runtime.ops import reference
 
-__all__ = ["ACTIVATIONS", "Activation", "GeluTanhAndMul", "SiluAndMul"]
+__all__ = ["ACTIVATIONS", "Activation", "ClampedSwiGLU", "GeluTanhAndMul", "SiluAndMul"]
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -42,6 +42,24 @@ class GeluTanhAndMul(torch.nn.Module):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+class ClampedSwiGLU(torch.nn.Module):
+    """[..., 2 M] (gate first) to [..., M]: ``gate * sigmoid(slope * gate) * (up + 1)``, after gates above ``limit`` and
+    ups beyond it on either side are set to it."""
+
+    def __init__(self, slope: float, limit: float) -> None:
+        super().__init__()
+        self.slope = slope
+        self.limit = limit
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.slope * gate) * (up + 1)
+
+    def extra_repr(self) -> str:
+        return f"slope={self.slope}, limit={self.limit}"
 
 
 class Activation(torch.nn.Module):

@@ -9,10 +9,11 @@ share of M of all experts and sum their partial results once, shared experts inc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from hardpoint.interfaces.custom_op import ANY_DEVICE, CustomOperator, CustomOps
 from hardpoint_torch_runtime.forward_context import get_forward_context, has_forward_context
@@ -21,16 +22,24 @@ from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParamete
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 from hardpoint_torch_runtime.ops.registry import OPERATORS
 
-__all__ = ["ExpertMLP", "MixtureOfExperts", "MixtureSizes", "RoutedExperts"]
+__all__ = ["ExpertMLP", "MixtureOfExperts", "MixtureSizes", "RoutedExperts", "SharedGate"]
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureSizes:
-    """Sizes over all ranks. ``shared_size``: M of the experts every token passes, taken together, or None for none."""
+    """Sizes over all ranks.
+
+    Attributes:
+        shared_size: M of the experts every token passes, taken together, or None for none.
+        weighs_shared: what shared experts yield is weighted, token by token, by the sigmoid of a gate of their own.
+        has_bias: linears of routed experts have one; those of shared experts never do.
+    """
 
     hidden_size: int
     expert_size: int
     shared_size: int | None = None
+    weighs_shared: bool = False
+    has_bias: bool = False
 
 
 class ExpertMLP(torch.nn.Module):
@@ -43,15 +52,30 @@ class ExpertMLP(torch.nn.Module):
         hidden_size: int,
         size: int,
         activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         parts = {"gate": size, "up": size}
-        self.gate_up_proj = MergedColumnParallelLinear(f"{name}.gate_up_proj", factory, hidden_size, parts)
-        self.down_proj = RowParallelLinear(f"{name}.down_proj", factory, size, hidden_size, reduce=False)
+        self.gate_up_proj = MergedColumnParallelLinear(f"{name}.gate_up_proj", factory, hidden_size, parts, bias=bias)
+        self.down_proj = RowParallelLinear(f"{name}.down_proj", factory, size, hidden_size, bias=bias, reduce=False)
         self._activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._activation(self.gate_up_proj(hidden)))
+
+
+class SharedGate(torch.nn.Module):
+    """[T, C] to factors [T, 1] between zero and one. Every rank holds all of it; like a router's gate it is small, and
+    no method quantizes it."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        empty = torch.empty(1, hidden_size, dtype=dtype, device=device)
+        self.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight).sigmoid()
 
 
 class RoutedExperts(torch.nn.ModuleList):
@@ -59,8 +83,13 @@ class RoutedExperts(torch.nn.ModuleList):
 
     The plain implementation: each block once for every expert that any token chose, over all of its tokens. A token's
     results are put side by side before they are summed, so that the order of the sum is the token's own. Tokens in
-    ``skipped`` (bool [T]) pass no expert and yield zeros.
+    ``skipped`` (bool [T]) pass no expert and yield zeros. ``weighs_inputs``: weights are factors on what experts are
+    given, and what they yield is summed as it is.
     """
+
+    def __init__(self, experts: Iterable[ExpertMLP], *, weighs_inputs: bool = False) -> None:
+        super().__init__(experts)
+        self._weighs_inputs = weighs_inputs
 
     def forward(
         self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, skipped: torch.Tensor | None = None
@@ -74,6 +103,9 @@ class RoutedExperts(torch.nn.ModuleList):
         counts = torch.bincount(by_expert, minlength=len(self)).tolist()[: len(self)]
         # Neighbors in ``order`` share an expert; pair number p belongs to token p // K.
         grouped = hidden[order // num_chosen]
+        if self._weighs_inputs:
+            grouped = grouped * weights.flatten()[order].unsqueeze(1).to(grouped.dtype)
+            weights = torch.ones_like(weights)
         outputs = torch.empty_like(grouped)
         begin = 0
         for expert, count in zip(self, counts, strict=True):
@@ -107,14 +139,27 @@ class MixtureOfExperts(UncompiledLayer):
         self.parallel = factory.parallel
         self.gate = ExpertRouter(sizes.hidden_size, routing, factory.dtype, factory.device)
         self.experts = RoutedExperts(
-            ExpertMLP(f"{name}.experts.{number}", factory, sizes.hidden_size, sizes.expert_size, activation)
-            for number in range(routing.num_experts)
+            (
+                ExpertMLP(
+                    f"{name}.experts.{number}",
+                    factory,
+                    sizes.hidden_size,
+                    sizes.expert_size,
+                    activation,
+                    bias=sizes.has_bias,
+                )
+                for number in range(routing.num_experts)
+            ),
+            weighs_inputs=routing.weighs_inputs,
         )
         self.shared_experts: ExpertMLP | None = None
+        self.shared_gate: SharedGate | None = None
         if sizes.shared_size is not None:
             self.shared_experts = ExpertMLP(
                 f"{name}.shared_experts", factory, sizes.hidden_size, sizes.shared_size, activation
             )
+            if sizes.weighs_shared:
+                self.shared_gate = SharedGate(sizes.hidden_size, factory.dtype, factory.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -133,7 +178,8 @@ class MixtureOfExperts(UncompiledLayer):
         weights, chosen = self.gate(hidden)
         output = self.experts(hidden, weights, chosen, padding)
         if self.shared_experts is not None:
-            output = output + self.shared_experts(hidden)
+            shared = self.shared_experts(hidden)
+            output = output + (shared if self.shared_gate is None else self.shared_gate(hidden) * shared)
         return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
 
 

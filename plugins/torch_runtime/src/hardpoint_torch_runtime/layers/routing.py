@@ -29,6 +29,8 @@ class RoutingParameters:
         has_correction_bias: a stored bias per expert is added to scores when choosing, not when weighting.
         scale: factor on all weights.
         in_float32: logits are computed in float32 from a float32 gate, whatever the compute dtype.
+        has_bias: the gate has one, which counts for choosing and for weighting.
+        weighs_inputs: weights are factors on what the chosen experts are given, not on what they yield.
     """
 
     num_experts: int
@@ -41,6 +43,8 @@ class RoutingParameters:
     has_correction_bias: bool = False
     scale: float = 1.0
     in_float32: bool = False
+    has_bias: bool = False
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
@@ -66,7 +70,8 @@ class ExpertRouter(torch.nn.Module):
     """Hidden states [T, C] to float32 weights and int64 expert numbers, both [T, K].
 
     Every rank holds the whole gate and chooses alike; gates are small and decisive, so no method quantizes them.
-    Parameters: ``weight`` [E, C] and, with a correction bias, ``e_score_correction_bias`` float32 [E].
+    Parameters: ``weight`` [E, C], ``bias`` [E] where the gate has one and, with a correction bias,
+    ``e_score_correction_bias`` float32 [E].
     """
 
     def __init__(self, hidden_size: int, routing: RoutingParameters, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,17 +80,21 @@ class ExpertRouter(torch.nn.Module):
         self._dtype = torch.float32 if routing.in_float32 else dtype
         empty = torch.empty(routing.num_experts, hidden_size, dtype=self._dtype, device=device)
         self.weight = torch.nn.Parameter(empty, requires_grad=False)
+        self.bias: torch.nn.Parameter | None = None
+        if routing.has_bias:
+            bias = torch.empty(routing.num_experts, dtype=self._dtype, device=device)
+            self.bias = torch.nn.Parameter(bias, requires_grad=False)
         self.e_score_correction_bias: torch.nn.Parameter | None = None
         if routing.has_correction_bias:
-            bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
-            self.e_score_correction_bias = torch.nn.Parameter(bias, requires_grad=False)
+            correction = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
+            self.e_score_correction_bias = torch.nn.Parameter(correction, requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         how = self.routing
-        logits = F.linear(hidden.to(self._dtype), self.weight).float()
+        logits = F.linear(hidden.to(self._dtype), self.weight, self.bias).float()
         scores = logits.softmax(dim=-1) if how.scoring == "softmax" else logits.sigmoid()
-        bias = self.e_score_correction_bias
-        merits = scores if bias is None else scores + bias
+        correction = self.e_score_correction_bias
+        merits = scores if correction is None else scores + correction
         if how.num_kept_groups < how.num_groups:
             merits = self._within_best_groups(merits)
         chosen = merits.topk(how.num_chosen, dim=-1).indices

@@ -22,7 +22,7 @@ from hardpoint.interfaces.kv_cache_specs import (
 from hardpoint.interfaces.kv_dtypes import kv_storage
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
-from hardpoint_torch_runtime.layers.activation import Activation, GeluTanhAndMul, SiluAndMul
+from hardpoint_torch_runtime.layers.activation import Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
@@ -140,9 +140,15 @@ class LayerToolkit:
             bias=bias,
         )
 
-    def mixture_of_experts(self, name: str, sizes: MixtureSizes, routing: RoutingParameters) -> MixtureOfExperts:
-        """Gated feed-forward blocks chosen token by token; every linear of every expert has a method of its own."""
-        return MixtureOfExperts(name, self.linear_factory, sizes, routing, self.silu_and_mul())
+    def mixture_of_experts(
+        self, name: str, sizes: MixtureSizes, routing: RoutingParameters, activation: torch.nn.Module | None = None
+    ) -> MixtureOfExperts:
+        """Gated feed-forward blocks chosen token by token; every linear of every expert has a method of its own.
+
+        ``activation`` [T, 2 M] to [T, M] is the experts', by default :meth:`silu_and_mul`.
+        """
+        activation = self.silu_and_mul() if activation is None else activation
+        return MixtureOfExperts(name, self.linear_factory, sizes, routing, activation)
 
     # Vocabulary.
 
@@ -186,6 +192,9 @@ class LayerToolkit:
 
     def gelu_tanh_and_mul(self) -> GeluTanhAndMul:
         return GeluTanhAndMul()
+
+    def clamped_swiglu(self, slope: float, limit: float) -> ClampedSwiGLU:
+        return ClampedSwiGLU(slope, limit)
 
     def rotary(self, head_size: int, rope: RopeParameters, *, pairs_are_neighbors: bool = False) -> RotaryEmbedding:
         """A table long enough for ``max_model_len``; equal requests share one."""

@@ -144,13 +144,14 @@ def _bar(loader: WeightLoader, info: ModelInfo, shown: bool) -> Iterator[tqdm]:
 
 def _parts(tensor: WeightTensor, plan: WeightPlan, progress: _Progress) -> Iterable[WeightTensor]:
     """The tensor, or what it is a stack of."""
-    names = plan.book.entries(tensor.name)
-    if not names:
+    layout = plan.book.stack(tensor.name)
+    if layout is None:
         return (tensor,)
-    if not is_stack(tensor, len(names)):
-        progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected a stack of {' and '.join(names)})")
+    if not is_stack(tensor, layout):
+        expected = " and ".join(layout.names)
+        progress.ill_shaped.append(f"{tensor.name} {list(tensor.shape)} (expected a stack of {expected})")
         return ()
-    return unstack(tensor, names)
+    return unstack(tensor, layout)
 
 
 def _take(

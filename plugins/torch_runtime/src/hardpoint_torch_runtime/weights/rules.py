@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.interfaces.model import WeightRule
+from hardpoint_torch_runtime.weights.stacks import StackLayout, StackRule
 
 __all__ = ["Destination", "Expected", "RuleBook", "WeightPlan"]
 
@@ -64,9 +65,14 @@ class _CompiledRule:
             return None
         return Expected(_fill(self.rule.pattern, match.groups()), self.rule.shard, self.rule.optional)
 
-    def entries(self, stored_name: str) -> tuple[str, ...]:
+    def stack(self, stored_name: str) -> StackLayout | None:
         match = self._stored.fullmatch(stored_name) if self.rule.unstacked else None
-        return () if match is None else tuple(_fill(name, (*match.groups(), "*")) for name in self.rule.unstacked)
+        if match is None:
+            return None
+        names = tuple(_fill(name, (*match.groups(), "*")) for name in self.rule.unstacked)
+        if isinstance(self.rule, StackRule):
+            return StackLayout(names, self.rule.is_transposed, self.rule.alternates)
+        return StackLayout(names)
 
     def stack_of(self, stored_name: str) -> str | None:
         matches = (entry.fullmatch(stored_name) for entry in self._entries)
@@ -96,9 +102,9 @@ class RuleBook:
                 return found
         return None
 
-    def entries(self, stored_name: str) -> tuple[str, ...]:
-        """What each entry of the stack ``stored_name`` holds, with ``*`` for the entry's number; () for no stack."""
-        return next((found for rule in self._rules if (found := rule.entries(stored_name))), ())
+    def stack(self, stored_name: str) -> StackLayout | None:
+        """What ``stored_name`` is a stack of, if it is one."""
+        return next((found for rule in self._rules if (found := rule.stack(stored_name)) is not None), None)
 
     def stacks_of(self, stored_name: str) -> tuple[str, ...]:
         """The stacks that may hold ``stored_name``."""
