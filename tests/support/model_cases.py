@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardpoint_testing_torch import ParityCase
+from model_cases_moe import MOE_CASES
 
 __all__ = ["BAMBA", "CASES", "GRANITE"]
 
@@ -206,4 +207,5 @@ CASES: tuple[ParityCase, ...] = (
         "one dense layer, renormalized, tied",
         limits=_ROUTED,
     ),
+    *MOE_CASES,
 )

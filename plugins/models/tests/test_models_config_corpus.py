@@ -12,7 +12,7 @@ from hardpoint_models.bert_config import BertConfig
 from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from hardpoint_models.gemma3_config import read_gemma3
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
-from hardpoint_models.moe import read_mixtral, read_qwen3_moe
+from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from hardpoint_torch_runtime.layers import RopeParameters
 
 Reader = Callable[[Mapping[str, Any], str], Any]
@@ -80,6 +80,20 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
         },
     ),
     "Mixtral": (read_mixtral, {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "Qwen2-MoE": (
+        read_qwen2_moe,
+        {
+            **DENSE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+            "qkv_bias": True,
+        },
+    ),
     "Qwen3-MoE": (
         read_qwen3_moe,
         {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},

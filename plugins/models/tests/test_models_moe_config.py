@@ -1,4 +1,4 @@
-"""What Mixtral and Qwen3-MoE read from a configuration, and what they refuse."""
+"""What Mixtral, Qwen2-MoE and Qwen3-MoE read from a configuration, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
-from hardpoint_models.moe import read_mixtral, read_qwen3_moe
+from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
+from hardpoint_torch_runtime.layers import MixtureSizes
 
 BASE: dict[str, Any] = {
     "hidden_size": 48,
@@ -19,6 +20,7 @@ BASE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 MIXTRAL = {**BASE, "num_local_experts": 4}
+QWEN2_MOE = {**BASE, "num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
 QWEN3_MOE = {**BASE, "num_experts": 6, "moe_intermediate_size": 32}
 
 
@@ -44,10 +46,41 @@ def test_what_qwen3_moe_may_leave_out() -> None:
     assert read_qwen3_moe({**QWEN3_MOE, "use_sliding_window": True}, "A").windows == (4096,) * 4
 
 
+def test_what_qwen2_moe_may_leave_out() -> None:
+    config = read_qwen2_moe(QWEN2_MOE, "Qwen2MoeForCausalLM")
+    defaults = transformers.Qwen2MoeConfig()
+    assert config.experts is not None
+    assert config.experts.routing.renormalizes is defaults.norm_topk_prob
+    assert config.experts.sizes == MixtureSizes(48, 32, 40, weighs_shared=True)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (defaults.qkv_bias, False, False)
+    assert config.windows == (None,) * 4
+    assert not config.qk_norm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_window_layers": 3},
+        {"max_window_layers": 0},
+        {"sliding_window": 9},
+        {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+    ],
+    ids=str,
+)
+def test_windows_of_qwen2_moe_are_where_transformers_has_them(changes: dict[str, Any]) -> None:
+    changed = {**QWEN2_MOE, **changes, "use_sliding_window": True}
+    oracle = transformers.Qwen2MoeConfig(**changed)
+    windows = [oracle.sliding_window if kind == "sliding_attention" else None for kind in oracle.layer_types]
+    assert list(read_qwen2_moe(changed, "A").windows) == windows
+    assert read_qwen2_moe({**changed, "use_sliding_window": False}, "A").windows == (None,) * 4
+
+
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
 def test_both_spellings_of_the_number_of_experts(spelling: str) -> None:
-    for read in (read_mixtral, read_qwen3_moe):
-        experts = read({**BASE, "moe_intermediate_size": 32, spelling: 5}, "A").experts
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
+    for read in (read_mixtral, read_qwen2_moe, read_qwen3_moe):
+        experts = read({**BASE, **sizes, spelling: 5}, "A").experts
         assert experts is not None
         assert experts.routing.num_experts == 5
 
@@ -63,9 +96,10 @@ def test_both_spellings_of_the_number_of_experts(spelling: str) -> None:
     ],
 )
 def test_which_layers_have_experts(changes: dict[str, Any], layers: tuple[bool, ...]) -> None:
-    experts = read_qwen3_moe({**QWEN3_MOE, **changes}, "A").experts
-    assert experts is not None
-    assert experts.layers == layers
+    for read, base in ((read_qwen2_moe, QWEN2_MOE), (read_qwen3_moe, QWEN3_MOE)):
+        experts = read({**base, **changes}, "A").experts
+        assert experts is not None
+        assert experts.layers == layers
 
 
 @pytest.mark.parametrize(
@@ -90,3 +124,23 @@ def test_what_is_refused_names_field_and_value(
     with pytest.raises(error, match=message) as caught:
         read_qwen3_moe({**QWEN3_MOE, **changes}, "Qwen3MoeForCausalLM")
     assert "Qwen3MoeForCausalLM" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"shared_expert_intermediate_size": None}, ModelFormatError, "'shared_expert_intermediate_size' is None"),
+        ({"shared_expert_intermediate_size": 0}, ModelFormatError, "'shared_expert_intermediate_size' is 0"),
+        ({"qkv_bias": "yes"}, ModelFormatError, "'qkv_bias' is 'yes'"),
+        ({"use_sliding_window": True, "max_window_layers": -1}, ModelFormatError, "'max_window_layers' is -1"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 4}, UnsupportedModelError, "chunked"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "'hidden_act' is 'gelu'"),
+    ],
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
+)
+def test_what_qwen2_moe_refuses_names_field_and_value(
+    changes: dict[str, Any], error: type[HardpointError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        read_qwen2_moe({**QWEN2_MOE, **changes}, "Qwen2MoeForCausalLM")
+    assert "Qwen2MoeForCausalLM" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE against Hugging Face on tiny random weights: logits, greedy tokens, every stored layout."""
+"""Mixtures of experts against Hugging Face on tiny random weights: logits, greedy tokens, every stored layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint_attention.reference import ReferenceBackend
-from hardpoint_models.moe import create_mixtral, create_qwen3_moe
+from hardpoint_models.moe import create_mixtral, create_qwen2_moe, create_qwen3_moe
 from hardpoint_testing_torch import (
     ParityHarness,
     StateDictLoader,
@@ -29,14 +29,28 @@ QWEN3_MOE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "head_dim": 16,
 }
+QWEN2_MOE: dict[str, Any] = {**QWEN3_MOE, "shared_expert_intermediate_size": 40}
 FAMILIES = [
     pytest.param("MixtralForCausalLM", create_mixtral, MIXTRAL, id="mixtral"),
+    pytest.param("Qwen2MoeForCausalLM", create_qwen2_moe, QWEN2_MOE, id="qwen2-moe"),
     pytest.param("Qwen3MoeForCausalLM", create_qwen3_moe, QWEN3_MOE, id="qwen3-moe"),
 ]
 VARIANTS = [
     pytest.param("MixtralForCausalLM", create_mixtral, {"sliding_window": 7, "num_hidden_layers": 3}, id="windows"),
     pytest.param("MixtralForCausalLM", create_mixtral, {"num_experts_per_tok": 1, "head_dim": 32}, id="one-expert"),
     pytest.param("MixtralForCausalLM", create_mixtral, {"num_experts_per_tok": 4}, id="all-experts"),
+    pytest.param(
+        "Qwen2MoeForCausalLM",
+        create_qwen2_moe,
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "qkv_bias": False,
+        },
+        id="qwen2-every-other-windows",
+    ),
     pytest.param("Qwen3MoeForCausalLM", create_qwen3_moe, {"norm_topk_prob": True}, id="renormalized"),
     pytest.param(
         "Qwen3MoeForCausalLM", create_qwen3_moe, {"num_hidden_layers": 4, "decoder_sparse_step": 2}, id="every-other"
@@ -54,8 +68,8 @@ VARIANTS = [
 
 
 def tiny_model(architecture: str, folder: Path, **config: Any) -> TinyModel:
-    base = MIXTRAL if architecture == "MixtralForCausalLM" else QWEN3_MOE
-    return make_tiny_model(architecture, folder, **{**base, **config})
+    base = {"MixtralForCausalLM": MIXTRAL, "Qwen2MoeForCausalLM": QWEN2_MOE, "Qwen3MoeForCausalLM": QWEN3_MOE}
+    return make_tiny_model(architecture, folder, **{**base[architecture], **config})
 
 
 @pytest.mark.parametrize(("architecture", "factory", "config"), FAMILIES)

@@ -38,6 +38,13 @@ class ConfigFields:
             raise self._fault(name, value, f"a positive integer is needed, at most {most}")
         return value
 
+    def count(self, name: str, default: int, most: int = MAX_INTEGER) -> int:
+        """As :meth:`integer`, but zero is allowed too, which an explicit null means as well."""
+        value = self.raw.get(name, default)
+        if value is None or (type(value) is int and value == 0):
+            return 0
+        return self.integer(name, default, most)
+
     def num_layers(self) -> int:
         return self.integer("num_hidden_layers", most=MAX_LAYERS)
 

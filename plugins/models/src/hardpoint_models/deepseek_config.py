@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.causal import LAYER
-from hardpoint_models.config_fields import MAX_INTEGER, MAX_LAYERS, ConfigFields
+from hardpoint_models.config_fields import MAX_LAYERS, ConfigFields
 from hardpoint_models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
 from hardpoint_models.moe import expert_rules
 from hardpoint_torch_runtime.layers import LatentSizes, MixtureSizes, RopeParameters, RoutingParameters
@@ -168,9 +168,9 @@ def _routing(fields: ConfigFields, **choices: Any) -> RoutingParameters:
 def _experts(
     fields: ConfigFields, defaults: _Defaults, routing: RoutingParameters, hidden_size: int, num_layers: int
 ) -> ExpertsConfig:
-    first = _count(fields, "first_k_dense_replace", defaults.first_sparse)
+    first = fields.count("first_k_dense_replace", defaults.first_sparse)
     size = fields.integer("moe_intermediate_size")
-    shared = _count(fields, "n_shared_experts", defaults.num_shared)
+    shared = fields.count("n_shared_experts", defaults.num_shared)
     held = f"{LAYER}.mlp"
     rules = (
         WeightRule(f"{held}.gate.e_score_correction_bias", f"{held}.gate.e_score_correction_bias"),
@@ -195,17 +195,9 @@ def _latent_rules(sizes: LatentSizes) -> tuple[WeightRule, ...]:
 
 def _extra_layers(fields: ConfigFields, defaults: _Defaults, num_layers: int) -> tuple[WeightRule, ...]:
     """Behind the last layer checkpoints hold those that predict further tokens: ignored, whatever they consist of."""
-    count = _count(fields, "num_nextn_predict_layers", defaults.num_extra_layers, MAX_LAYERS)
+    count = fields.count("num_nextn_predict_layers", defaults.num_extra_layers, MAX_LAYERS)
     return tuple(
         WeightRule(".".join(("model.layers", str(number), *"*" * depth)), None)
         for number in range(num_layers, num_layers + count)
         for depth in range(1, DEEPEST_NAME + 1)
     )
-
-
-def _count(fields: ConfigFields, name: str, default: int, most: int = MAX_INTEGER) -> int:
-    """As ``ConfigFields.integer``, but for none; so does an explicit null."""
-    given = fields.raw.get(name, default)
-    if given is None or (type(given) is int and given == 0):
-        return 0
-    return fields.integer(name, default, most)

@@ -1,4 +1,4 @@
-"""Decoders with a mixture of experts in place of the dense feed-forward: Mixtral and Qwen3-MoE."""
+"""Decoders with a mixture of experts in place of the dense feed-forward: Mixtral, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.decoder_config import DecoderConfig, DecoderVariant, ExpertsConfig
 from hardpoint_torch_runtime.layers import MixtureSizes, RoutingParameters
 
-__all__ = ["create_mixtral", "create_qwen3_moe"]
+__all__ = ["create_mixtral", "create_qwen2_moe", "create_qwen3_moe", "expert_rules", "shared_expert_rules"]
 
 MIXTRAL = DecoderVariant(
     qkv_bias=False, output_bias=False, mlp_bias=False, has_sliding_window=True, default_theta=1e6, default_eps=1e-5
 )
+QWEN2_MOE = DecoderVariant(output_bias=False, mlp_bias=False, has_sliding_window=True, default_window=4096)
 QWEN3_MOE = DecoderVariant(mlp_bias=False, qk_norm="heads", has_sliding_window=True, default_window=4096)
 
 
@@ -39,6 +40,17 @@ def expert_rules(block: str, *, gate: str, up: str, down: str) -> tuple[WeightRu
     return tuple(dict.fromkeys(rules))
 
 
+def shared_expert_rules(shared: str) -> tuple[WeightRule, ...]:
+    """Rules for experts that every token passes, kept under ``shared``, and for their gate, kept beside them."""
+    held = "model.layers.*.mlp"
+    return (
+        WeightRule(f"{shared}.gate_proj.*", f"{held}.shared_experts.gate_up_proj.*", "gate"),
+        WeightRule(f"{shared}.up_proj.*", f"{held}.shared_experts.gate_up_proj.*", "up"),
+        WeightRule(f"{shared}.down_proj.*", f"{held}.shared_experts.down_proj.*"),
+        WeightRule(f"{shared}_gate.weight", f"{held}.shared_gate.weight"),
+    )
+
+
 def read_mixtral(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
     """Every layer has experts, whose weights sum to one.
 
@@ -54,6 +66,35 @@ def read_mixtral(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
         rules=expert_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
     )
     return replace(dense, experts=experts)
+
+
+def read_qwen2_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
+    """Beside the experts one that every token passes, weighted by a gate of its own. Windows are off unless asked for,
+    and hold in every other layer below ``max_window_layers``. Raises as :func:`read_mixtral`."""
+    fields = ConfigFields(config, architecture)
+    has_window = fields.flag("use_sliding_window", False)
+    num_layers = fields.num_layers()
+    settings = {"use_sliding_window": has_window, "layer_types": fields.raw.get("layer_types")}
+    if has_window and settings["layer_types"] is None:
+        last = fields.count("max_window_layers", 28)
+        kinds = ("sliding_attention", "full_attention")
+        settings["layer_types"] = [kinds[layer % 2] if layer < last else kinds[1] for layer in range(num_layers)]
+    dense = DecoderConfig.read({**config, **settings}, architecture, QWEN2_MOE)
+    experts = ExpertsConfig(
+        sizes=MixtureSizes(
+            dense.hidden_size,
+            fields.integer("moe_intermediate_size"),
+            fields.integer("shared_expert_intermediate_size"),
+            weighs_shared=True,
+        ),
+        routing=_softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
+        layers=_sparse_layers(fields, num_layers),
+        rules=(
+            *shared_expert_rules("model.layers.*.mlp.shared_expert"),
+            *expert_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        ),
+    )
+    return replace(dense, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
 
 
 def read_qwen3_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
@@ -101,6 +142,13 @@ def create_mixtral(ctx: ModelContext, options: NoOptions) -> Model:
     """``MixtralForCausalLM``: a mixture of experts in every layer, weights renormalized."""
     del options
     return build_decoder(ctx, read_mixtral)
+
+
+@plugin("model", capabilities={"tasks": ["generate"]})
+def create_qwen2_moe(ctx: ModelContext, options: NoOptions) -> Model:
+    """``Qwen2MoeForCausalLM``: experts beside a shared one with a gate of its own."""
+    del options
+    return build_decoder(ctx, read_qwen2_moe)
 
 
 @plugin("model", capabilities={"tasks": ["generate"]})
