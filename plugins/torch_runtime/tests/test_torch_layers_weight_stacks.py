@@ -128,19 +128,20 @@ class LaidOut(TwoByTwo):
 
     def __init__(self, is_transposed: bool, alternates: bool, parallel: TensorParallel | None = None) -> None:
         super().__init__(parallel)
-        self._layout = {"is_transposed": is_transposed, "alternates": alternates}
-        for module in [module for module in self.modules() if isinstance(module, MergedColumnParallelLinear)]:
-            module.bias = torch.nn.Parameter(torch.full((module.shape.output_size,), torch.nan), requires_grad=False)
+        self._is_transposed, self._alternates = is_transposed, alternates
+        self.linears = [module for module in self.modules() if isinstance(module, MergedColumnParallelLinear)]
+        for linear in self.linears:
+            linear.bias = torch.nn.Parameter(torch.full((linear.shape.output_size,), torch.nan), requires_grad=False)
 
     def weight_rules(self) -> Sequence[WeightRule]:
-        def rule(stack: str, kind: str, **layout: bool) -> WeightRule:
-            return StackRule(stack, None, unstacked=(f"b.*.w.*.gate.{kind}", f"b.*.w.*.up.{kind}"), **layout)
-
+        weights, biases = ((f"b.*.w.*.gate.{kind}", f"b.*.w.*.up.{kind}") for kind in ("weight", "bias"))
         return [
             WeightRule("b.*.w.*.gate.*", "b.*.w.*.gate_up.*", "gate"),
             WeightRule("b.*.w.*.up.*", "b.*.w.*.gate_up.*", "up"),
-            rule("b.*.w.gate_up", "weight", **self._layout),
-            rule("b.*.w.gate_up_bias", "bias", alternates=self._layout["alternates"]),
+            StackRule(
+                "b.*.w.gate_up", None, unstacked=weights, is_transposed=self._is_transposed, alternates=self._alternates
+            ),
+            StackRule("b.*.w.gate_up_bias", None, unstacked=biases, alternates=self._alternates),
         ]
 
 
@@ -160,10 +161,10 @@ def test_outputs_may_be_columns_and_parts_may_take_turns(size: int, is_transpose
         model = LaidOut(is_transposed, alternates, TensorParallel(rank, size))
         load(model, arrays)
         mine = [start + row for start in (0, 4) for row in range(rank * 4 // size, (rank + 1) * 4 // size)]
-        for number, linear in enumerate(model.b[block].w[matrix].gate_up for block in range(2) for matrix in range(2)):
+        for number, linear in enumerate(model.linears):
             expected = STACKS[divmod(number, 2)][mine]
-            np.testing.assert_array_equal(linear.weight.numpy(), expected)
-            np.testing.assert_array_equal(linear.bias.numpy(), expected[:, 0])
+            np.testing.assert_array_equal(linear.get_parameter("weight").numpy(), expected)
+            np.testing.assert_array_equal(linear.get_parameter("bias").numpy(), expected[:, 0])
 
 
 def test_a_stack_of_columns_that_do_not_divide_is_named() -> None:
