@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -48,6 +48,8 @@ def _type(info: FieldInfo) -> str:
     """The field's type in a reader's words, with its bounds."""
     annotation: Any = info.annotation
     parts = [part for part in get_args(annotation) if part is not type(None)]
+    if len(parts) == 1 and get_origin(parts[0]) is Literal:
+        parts = list(get_args(parts[0]))
     if get_origin(annotation) is tuple:
         words = "list of texts"
     elif parts and all(isinstance(part, str) for part in parts):

@@ -10,6 +10,7 @@ from typing import Any
 
 from hardpoint_testing_torch import ParityCase
 from model_cases_moe import MOE_CASES
+from model_cases_pooling import POOLING_CASES
 
 __all__ = ["BAMBA", "CASES", "GRANITE"]
 
@@ -208,4 +209,5 @@ CASES: tuple[ParityCase, ...] = (
         limits=_ROUTED,
     ),
     *MOE_CASES,
+    *POOLING_CASES,
 )

@@ -79,15 +79,16 @@ def test_only_the_files_beside_it_say_so(hf_folder: MakeFolder) -> None:
     ("pooling", "modules", "tasks"),
     [
         ({"pooling_mode_lasttoken": True}, [POOLING, NORMALIZE], ("generate", "embed")),
-        ({"pooling_mode_lasttoken": True}, [POOLING], ("generate",)),
-        (MEAN, [POOLING, NORMALIZE], ("generate",)),
+        ({"pooling_mode_lasttoken": True}, [POOLING], ("generate", "embed")),
+        (MEAN, [POOLING, NORMALIZE], ("generate", "embed")),
+        ({"pooling_mode_max_tokens": True}, [POOLING], ("generate",)),
         ({"pooling_mode_lasttoken": True}, [POOLING, NORMALIZE, {"type": f"{OLD}.Dense"}], ("generate",)),
     ],
 )
 def test_decoders_embed_as_their_files_say_or_not_at_all(
     hf_folder: MakeFolder, pooling: dict[str, Any], modules: list[dict[str, Any]], tasks: tuple[str, ...]
 ) -> None:
-    assert describe(hf_folder(), [TRANSFORMER, *modules], pooling).tasks == tasks
+    assert describe(hf_folder({"tie_word_embeddings": True}), [TRANSFORMER, *modules], pooling).tasks == tasks
 
 
 @pytest.mark.parametrize(

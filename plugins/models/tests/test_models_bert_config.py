@@ -26,7 +26,7 @@ def read(**changes: Any) -> BertConfig:
 def test_defaults_are_those_of_the_original() -> None:
     config = read()
     assert (config.head_size, config.num_token_types, config.norm_eps, config.activation) == (32, 2, 1e-12, "gelu")
-    assert (config.pooling_method, config.normalizes) == ("cls", False)
+    assert (config.pooling.method, config.pooling.normalizes) == ("cls", False)
 
 
 def test_what_the_configuration_states() -> None:
@@ -38,7 +38,7 @@ def test_what_the_configuration_states() -> None:
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_how_texts_are_pooled(method: str, normalizes: bool) -> None:
     config = read(sentence_embedding={"pooling_method": method, "normalizes": normalizes, "other_modules": []})
-    assert (config.pooling_method, config.normalizes) == (method, normalizes)
+    assert (config.pooling.method, config.pooling.normalizes) == (method, normalizes)
 
 
 @pytest.mark.parametrize("field", SIZES)

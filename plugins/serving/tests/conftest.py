@@ -20,10 +20,13 @@ from hardpoint.roles import ProcessRole
 from hardpoint.server.app import Engines, create_app
 from hardpoint.server.run import HttpServer
 from hardpoint.testing import FakeEngineClient
+from hardpoint_serving.classification import create_classify, create_pooling
 from hardpoint_serving.embeddings import create as create_embeddings
 from hardpoint_serving.openai import OpenAIOptions
 from hardpoint_serving.openai import create as create_openai
 from hardpoint_serving.ops import create as create_ops
+from hardpoint_serving.scoring import ScoreOptions
+from hardpoint_serving.scoring import create as create_score
 
 
 @dataclass
@@ -56,6 +59,7 @@ def build_app(
     exporters: tuple[Any, ...] = (),
     config: ServerConfig | None = None,
     request_timeout_s: float | None = None,
+    score_options: ScoreOptions | None = None,
 ) -> tuple[Any, Engines]:
     config = config or ServerConfig()
     engines = Engines([client.model_name])
@@ -72,6 +76,9 @@ def build_app(
         "openai": create_openai(context, options or OpenAIOptions()),
         "ops": create_ops(context, NoOptions()),
         "embeddings": create_embeddings(context, NoOptions()),
+        "classify": create_classify(context, NoOptions()),
+        "pooling": create_pooling(context, NoOptions()),
+        "score": create_score(context, score_options or ScoreOptions()),
     }
     return create_app(config, engines, endpoints, config.api_key), engines
 

@@ -1,36 +1,38 @@
-"""BERT encoders: learned positions, attention to both sides, norms behind each block. They yield hidden states only.
+"""BERT encoders: learned positions, attention to both sides, norms behind each block.
 
 Legend: T tokens of the step, C hidden size, M intermediate size; H heads of this rank, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hardpoint.interfaces.attention import AttentionKind
-from hardpoint.interfaces.kv_cache import KVCacheSpec
-from hardpoint.interfaces.model import (
-    WHOLE_PROMPTS_CAPABILITY,
-    Model,
-    ModelContext,
-    StageOutput,
-    StageRange,
-    WeightRule,
-)
+from hardpoint.interfaces.model import WHOLE_PROMPTS_CAPABILITY, Model, ModelContext, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint_models.bert_config import BertConfig, PoolingMethod
+from hardpoint_models.bert_config import BertConfig, BertVariant
 from hardpoint_models.building import require_toolkit
+from hardpoint_models.encoder import EncoderEmbeddings, EncoderModel, EncoderStack
+from hardpoint_models.text_positions import num_separators_before, positions_behind_padding
 from hardpoint_torch_runtime.layers import LayerToolkit
 
-__all__ = ["BertEncoder", "create_bert", "create_bert_masked_lm"]
+__all__ = [
+    "CAPABILITIES",
+    "BertEncoder",
+    "build_bert",
+    "create_bert",
+    "create_bert_masked_lm",
+    "create_bert_sequence_classification",
+    "create_bert_token_classification",
+]
 
-_CAPABILITIES = {"tasks": ["embed"], WHOLE_PROMPTS_CAPABILITY: True}
+CAPABILITIES = {"tasks": ["embed"], WHOLE_PROMPTS_CAPABILITY: True}
 
 
-class BertEmbeddings(torch.nn.Module):
+class BertEmbeddings(EncoderEmbeddings):
     """Word embeddings [T, C] and positions int64 [T] to the first hidden states [T, C]."""
 
     def __init__(self, config: BertConfig, layers: LayerToolkit) -> None:
@@ -40,10 +42,17 @@ class BertEmbeddings(torch.nn.Module):
         self.positions = layers.embedding_table("embeddings.positions", config.max_positions, size)
         self.token_types = layers.embedding_table("embeddings.token_types", config.num_token_types, size)
         self.norm = layers.layer_norm(size, config.norm_eps)
+        self._padding_id, self._separator_id = config.padding_id, config.separator_id
 
-    def forward(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        places = positions
+        if self._padding_id is not None:
+            places = positions_behind_padding(positions, token_ids, self._padding_id)
         # One text has tokens of the first type only.
-        return self.norm(self.positions(positions).add_(words).add_(self.token_types.weight[0]))
+        types = self.token_types.weight[0]
+        if self._separator_id is not None and token_ids is not None:
+            types = self.token_types(num_separators_before(positions, token_ids, self._separator_id).clamp_(max=1))
+        return self.norm(self.positions(places).add_(words).add_(types))
 
 
 class BertAttention(torch.nn.Module):
@@ -90,110 +99,68 @@ class BertLayer(torch.nn.Module):
         return self.output_norm.add(self.output(self.activation(self.intermediate(hidden))), hidden)[0]
 
 
-class BertStack(torch.nn.Module):
-    """The layers of one pipeline stage, keyed by their number in the whole model."""
+class BertStack(EncoderStack):
+    """[T, C] to [T, C]; ``hidden`` is overwritten."""
 
     def __init__(self, config: BertConfig, layers: LayerToolkit, stage: StageRange) -> None:
-        super().__init__()
-        indices = range(stage.first, stage.last)
-        self.layer = torch.nn.ModuleDict({str(index): BertLayer(index, config, layers) for index in indices})
+        super().__init__(stage, lambda index: BertLayer(index, config, layers))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        del positions
         for layer in self.layer.values():
             hidden = layer(hidden)
         return hidden
 
 
-class BertEncoder(torch.nn.Module):
-    """Model of one pipeline stage. Between stages travels ``hidden``, [T, C].
+class BertEncoder(EncoderModel):
+    """Model of one pipeline stage. Checkpoints of the encoder alone have no ``prefix`` before the names of their
+    weights; those of a task built on it mostly have one."""
 
-    A text must be computed in one step, since its tokens see those behind them. What follows the last layer in a
-    checkpoint (pooler, heads) is left out: embeddings are pooled from hidden states.
-    """
-
-    def __init__(self, info: ModelInfo, config: BertConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
-        super().__init__()
-        self._info = info
-        self.config = config
-        self.stage = stage if stage is not None else StageRange(0, config.num_layers)
-        self.embeddings = BertEmbeddings(config, layers) if self.stage.has_embedding else None
-        self.encoder = BertStack(config, layers, self.stage)
-        self._kv_specs = layers.kv_cache_specs()
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def pooling_method(self) -> PoolingMethod:
-        """How the hidden states of a text become its embedding, unless a request says otherwise."""
-        return self.config.pooling_method
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether embeddings have length one, unless a request says otherwise."""
-        return self.config.normalizes
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._embeddings().words(token_ids)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediates: Mapping[str, torch.Tensor] | None = None,
-        embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor | StageOutput:
-        if intermediates is not None:
-            # The layers write into their input, and this one belongs to the caller.
-            hidden = self.encoder(intermediates["hidden"].clone())
-        elif embeddings is not None:
-            hidden = self.encoder(self._embeddings()(embeddings, positions))
-        elif token_ids is not None:
-            hidden = self.encoder(self._embeddings()(self.embed(token_ids), positions))
-        else:
-            raise ValueError("one of token_ids, embeddings and intermediates must be given")
-        return hidden if self.stage.has_head else StageOutput(intermediates={"hidden": hidden})
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Raises ``RuntimeError``: there is nothing to sample from."""
-        raise RuntimeError(
-            f"{self._info.architecture} computes embeddings and no logits, so it cannot generate; ask for the task "
-            "'embed'"
+    def __init__(
+        self, info: ModelInfo, config: BertConfig, layers: LayerToolkit, stage: StageRange | None, variant: BertVariant
+    ) -> None:
+        super().__init__(
+            info,
+            config,
+            layers,
+            stage,
+            lambda: BertEmbeddings(config, layers),
+            lambda held: BertStack(config, layers, held),
+            config.labels,
         )
-
-    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        return self._kv_specs
-
-    def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
-        for index, layer in self.encoder.layer.items():
-            yield f"encoder.layer.{index}", layer
+        self.config = config
+        self._variant = variant
 
     def weight_rules(self) -> Sequence[WeightRule]:
-        heads = ("predictions.bias", "predictions.decoder.*", "predictions.transform.dense.*",
-                 "predictions.transform.LayerNorm.*", "seq_relationship.*")  # fmt: skip
+        variant = self._variant
+        prefix = "roberta." if variant.follows_roberta else "bert."
         return [
-            *(rule for prefix in ("", "bert.") for rule in _stored_under(prefix)),
-            *(WeightRule(f"cls.{name}", None) for name in heads),
+            *_label_rules(variant, prefix),
+            *(rule for stored in ("", prefix) for rule in _stored_under(stored)),
+            *(WeightRule(name, None) for name in _GUESSING_HEADS),
         ]
 
-    def holds(self, parameter: str) -> bool:
-        """False for parameters of the whole model that other stages hold."""
-        part, _, rest = parameter.partition(".")
-        if part == "embeddings":
-            return self.embeddings is not None
-        index = rest.removeprefix("layer.").partition(".")[0]
-        is_layer = index.isdecimal() and int(index) < self.config.num_layers
-        return index in self.encoder.layer or not is_layer
 
-    def _embeddings(self) -> BertEmbeddings:
-        if self.embeddings is None:
-            raise RuntimeError(f"{self.stage} holds no embedding; hand it intermediates")
-        return self.embeddings
+_GUESSING_HEADS = (
+    "cls.predictions.bias", "cls.predictions.decoder.*", "cls.predictions.transform.dense.*",
+    "cls.predictions.transform.LayerNorm.*", "cls.seq_relationship.*",
+    "lm_head.bias", "lm_head.dense.*", "lm_head.layer_norm.*", "lm_head.decoder.*",
+)  # fmt: skip
+"""What guesses hidden words and following sentences."""
+
+
+def _label_rules(variant: BertVariant, prefix: str) -> Iterator[WeightRule]:
+    if variant.head == "text":
+        dense, scores = f"{prefix}pooler.dense.*", "classifier.*"
+        if variant.follows_roberta:
+            dense, scores = "classifier.dense.*", "classifier.out_proj.*"
+        yield WeightRule(dense, "labels.dense.*")
+        yield WeightRule(scores, "labels.scores.*")
+    elif variant.head == "tokens":
+        yield WeightRule("classifier.*", "labels.scores.*")
 
 
 def _stored_under(prefix: str) -> Iterator[WeightRule]:
-    """Checkpoints of the encoder alone have no prefix, those of a task built on it ``bert.``."""
     stored, held = f"{prefix}encoder.layer.*", "encoder.layer.*"
     for name, part in (("query", "q"), ("key", "k"), ("value", "v")):
         yield WeightRule(f"{stored}.attention.self.{name}.*", f"{held}.attention.qkv.*", part)
@@ -218,20 +185,36 @@ def _stored_under(prefix: str) -> Iterator[WeightRule]:
     yield WeightRule(f"{prefix}pooler.dense.*", None)
 
 
-def _build(ctx: ModelContext) -> Model:
+def build_bert(ctx: ModelContext, variant: BertVariant) -> Model:
+    """What ``variant`` of the family the architecture is. Raises what :meth:`BertConfig.read` raises."""
     info, layers = require_toolkit(ctx)
-    return BertEncoder(info, BertConfig.read(info.config, info.architecture), layers, ctx.stage)
+    config = BertConfig.read(info.config, info.architecture, variant)
+    return BertEncoder(info, config, layers, ctx.stage, variant)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=CAPABILITIES)
 def create_bert(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertModel``: also MiniLM and the sentence encoders saved under that name."""
     del options
-    return _build(ctx)
+    return build_bert(ctx, BertVariant())
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=CAPABILITIES)
 def create_bert_masked_lm(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertForMaskedLM``: its encoder; the head that guesses hidden words is not loaded."""
     del options
-    return _build(ctx)
+    return build_bert(ctx, BertVariant())
+
+
+@plugin("model", capabilities=CAPABILITIES)
+def create_bert_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
+    """``BertForSequenceClassification``: scores of a text, or of a pair as cross-encoders take it."""
+    del options
+    return build_bert(ctx, BertVariant(head="text"))
+
+
+@plugin("model", capabilities=CAPABILITIES)
+def create_bert_token_classification(ctx: ModelContext, options: NoOptions) -> Model:
+    """``BertForTokenClassification``: scores of each token."""
+    del options
+    return build_bert(ctx, BertVariant(head="tokens"))

@@ -1,20 +1,40 @@
-"""What BERT encoders read from a configuration, as one frozen record."""
+"""What BERT encoders and those that follow RoBERTa read from a configuration, as one frozen record."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint_models.config_fields import ConfigFields, shown
+from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.label_head import LabelShape, num_labels, score_activation
+from hardpoint_models.text_pooling import TextPooling
 from hardpoint_torch_runtime.layers import ACTIVATIONS
 
-__all__ = ["BertConfig", "PoolingMethod"]
+__all__ = ["BertConfig", "BertVariant"]
 
-PoolingMethod = Literal["cls", "mean", "last"]
-SENTENCE_FIELD = "sentence_embedding"
-"""Where loaders put what the files beside a checkpoint say about embeddings of whole texts."""
+Head = Literal["none", "text", "tokens"]
+"""Whether scores are computed of whole texts, or of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class BertVariant:
+    """How members of the family differ.
+
+    Attributes:
+        follows_roberta: positions are counted from behind the padding's id, padding does not count, and the head has
+            a dense layer of its own in the place of the pooler.
+        default_padding: where the configuration does not say which token pads.
+    """
+
+    head: Head = "none"
+    follows_roberta: bool = False
+    default_padding: int = 0
+    default_eps: float = 1e-12
+
+
+PLAIN = BertVariant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +43,9 @@ class BertConfig:
 
     Attributes:
         activation: by its name in configurations.
-        pooling_method, normalizes: how the hidden states of a text become its embedding, unless a request says
-            otherwise.
+        padding_id: the token behind whose id positions are counted; None where they are counted from 0.
+        separator_id: the token behind which the second text of a pair begins; None where tokens are all of one type.
+        labels: the head, or None where hidden states are the result.
     """
 
     hidden_size: int
@@ -36,15 +57,17 @@ class BertConfig:
     num_token_types: int
     norm_eps: float
     activation: str
-    pooling_method: PoolingMethod
-    normalizes: bool
+    pooling: TextPooling
+    padding_id: int | None = None
+    separator_id: int | None = None
+    labels: LabelShape | None = None
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], architecture: str) -> BertConfig:
+    def read(cls, config: Mapping[str, Any], architecture: str, variant: BertVariant = PLAIN) -> BertConfig:
         """Raises ``ModelFormatError`` for absent or malformed fields, ``UnsupportedModelError`` for features that are
         not computed here (decoders, relative positions, other poolings)."""
         fields = ConfigFields(config, architecture)
@@ -57,43 +80,70 @@ class BertConfig:
             raise ModelFormatError(
                 f"{architecture}: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}"
             )
-        pooling_method, normalizes = _pooling(fields)
+        vocab_size, max_positions = fields.integer("vocab_size"), fields.integer("max_position_embeddings")
+        num_token_types = fields.integer("type_vocab_size", 2)
+        labels = _labels(fields, variant)
+        padding_id = _padding(fields, variant, max_positions)
+        separator_id = None
+        if labels is not None and num_token_types > 1 and padding_id is None:
+            separator_id = _separator(fields, vocab_size)
         return cls(
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
             num_layers=fields.num_layers(),
             num_heads=num_heads,
-            vocab_size=fields.integer("vocab_size"),
-            max_positions=fields.integer("max_position_embeddings"),
-            num_token_types=fields.integer("type_vocab_size", 2),
-            norm_eps=fields.epsilon("layer_norm_eps", 1e-12),
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+            num_token_types=num_token_types,
+            norm_eps=fields.epsilon("layer_norm_eps", variant.default_eps),
             activation=config.get("hidden_act") or "gelu",
-            pooling_method=pooling_method,
-            normalizes=normalizes,
+            pooling=_pooling(fields, variant),
+            padding_id=padding_id,
+            separator_id=separator_id,
+            labels=labels,
         )
 
 
-def _pooling(fields: ConfigFields) -> tuple[PoolingMethod, bool]:
-    """A bare checkpoint was trained to gather a text in its first token, and nothing says that lengths do not count."""
-    sentence: Any = fields.raw.get(SENTENCE_FIELD)
-    if sentence is None:
-        return "cls", False
-    if not isinstance(sentence, Mapping):
+def _pooling(fields: ConfigFields, variant: BertVariant) -> TextPooling:
+    """A bare checkpoint was trained to gather a text in its first token, and nothing says that lengths do not count.
+    A head was trained on what it was trained on, whatever lies beside it."""
+    if variant.head == "none":
+        return TextPooling.read(fields, method="cls", normalizes=False)
+    return TextPooling("token_embed" if variant.head == "tokens" else "cls", normalizes=True)
+
+
+def _labels(fields: ConfigFields, variant: BertVariant) -> LabelShape | None:
+    if variant.head == "none":
+        return None
+    count = num_labels(fields)
+    activation = score_activation(fields, count)
+    return LabelShape(count, activation, dense="tanh" if variant.head == "text" else None)
+
+
+def _padding(fields: ConfigFields, variant: BertVariant, max_positions: int) -> int | None:
+    """Positions have to begin within the table."""
+    if not variant.follows_roberta:
+        return None
+    given: Any = fields.raw.get("pad_token_id")
+    padding = variant.default_padding if given is None else given
+    if isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < max_positions - 1:
         raise ModelFormatError(
-            f"{fields.architecture}: config field {SENTENCE_FIELD!r} is {shown(sentence)}; an object is needed, or "
-            "none at all, since it is made of the files beside the weights"
+            f"{fields.architecture}: config field 'pad_token_id' is {padding!r}; it must be from 0 to "
+            f"{max_positions - 2}, since the table of {max_positions} positions is used from behind it on"
         )
-    method: Any = sentence.get("pooling_method")
-    others = sentence.get("other_modules") or ()
-    if method not in get_args(PoolingMethod):
+    return padding
+
+
+def _separator(fields: ConfigFields, vocab_size: int) -> int:
+    """A wrong one would let both texts of a pair pass for one."""
+    given: Any = fields.raw.get("sep_token_id")
+    if given is None:
         raise UnsupportedModelError(
-            f"{fields.architecture}: the files beside the weights pool by {shown(method)}; supported: "
-            f"{', '.join(map(repr, get_args(PoolingMethod)))}"
+            f"{fields.architecture}: neither the config field 'sep_token_id' nor the tokenizer's files say which token "
+            "divides two texts, whose tokens are of different types; add the field to config.json"
         )
-    if others:
-        listed = ", ".join(map(shown, others)) if isinstance(others, list | tuple) else shown(others)
-        raise UnsupportedModelError(
-            f"{fields.architecture}: modules.json lists {listed} behind the encoder, which are not computed "
-            "here; supported: 'Transformer', 'Pooling' and 'Normalize'"
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < vocab_size:
+        raise ModelFormatError(
+            f"{fields.architecture}: config field 'sep_token_id' is {given!r}; a token below {vocab_size} is needed"
         )
-    return method, bool(sentence.get("normalizes"))
+    return given

@@ -6,7 +6,8 @@ checkpoints of the Llama lineage but for the fused ``qkv_proj`` and ``gate_up_pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint_models.ending import Ending, generating_pooling
+from hardpoint_models.label_head import LabelHead
+from hardpoint_models.text_pooling import SENTENCE_FIELD
 from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
 from hardpoint_torch_runtime.lowering import LoweredForward, NotStandard, StandardStack
 
@@ -104,6 +108,7 @@ class CausalModel(torch.nn.Module):
     """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C].
 
     Families build their ``stack`` and say in :meth:`enter` and :meth:`finish_logits` what they do before and after.
+    With an ``ending`` nothing is generated: hidden states, or their scores, are the result.
     """
 
     def __init__(
@@ -113,23 +118,47 @@ class CausalModel(torch.nn.Module):
         layers: LayerToolkit,
         stage: StageRange | None,
         make_stack: Callable[[StageRange], LayerStack],
+        ending: Ending | None = None,
     ) -> None:
         super().__init__()
         self._info = info
+        self.pooling = generating_pooling(info) if ending is None else ending.pooling
         self._num_layers = config.num_layers
         self.stage = stage if stage is not None else StageRange(0, config.num_layers)
         self.model = make_stack(self.stage)
-        tied_to = self.model.embed_tokens if config.is_tied else None
-        self.lm_head = (
-            layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
-            if self.stage.has_head
-            else None
-        )
+        self._predicts = ending is None
+        self._label_rules = () if ending is None else ending.rules
+        self.lm_head = self.labels = None
+        if self.stage.has_head and ending is None:
+            tied_to = self.model.embed_tokens if config.is_tied else None
+            self.lm_head = layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
+        elif self.stage.has_head and ending is not None and ending.labels is not None:
+            self.labels = LabelHead(ending.labels, config.hidden_size, layers)
         self._kv_specs = layers.kv_cache_specs()
 
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def pooling_method(self) -> str:
+        """How the hidden states of a text become one result, unless a request says otherwise."""
+        return self.pooling.method
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether embeddings have length one, unless a request says otherwise."""
+        return self.pooling.normalizes
+
+    @property
+    def embedding_dimensions(self) -> tuple[int, ...]:
+        """To how many entries embeddings may be cut; empty where any number will do."""
+        return self.pooling.dimensions
+
+    @property
+    def score_head(self) -> LabelHead | None:
+        """What makes scores of pooled states, in models that judge texts."""
+        return self.labels
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(token_ids)
@@ -163,8 +192,26 @@ class CausalModel(torch.nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.lm_head is None:
-            raise RuntimeError(f"stage {self.stage} holds no head; logits come from the last stage")
+            raise RuntimeError(
+                f"{self._info.architecture} holds no head that predicts tokens on {self.stage}; logits come from the "
+                "last stage of models that generate"
+            )
         return self.finish_logits(self.lm_head(hidden))
+
+    def ending_rules(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
+        """``rules`` of a model that generates, made to fit what is there behind the layers.
+
+        Files of decoders saved to embed or to judge may lack the first part of every name, and hold a head of another
+        kind or one that is not needed.
+        """
+        embeds_by_files = SENTENCE_FIELD in self._info.config
+        if not self._predicts:
+            rules = [rule for rule in rules if not rule.pattern.startswith("lm_head.")]
+            rules += [*self._label_rules, WeightRule("lm_head.*", None)]
+        if self._predicts and not embeds_by_files:
+            return list(rules)
+        bare = [rule for rule in rules if rule.pattern.startswith("model.")]
+        return [*rules, *(replace(rule, pattern=rule.pattern.removeprefix("model.")) for rule in bare)]
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._kv_specs

@@ -18,6 +18,7 @@ from hardpoint_models.causal import LAYER, CausalModel, LayerStack, causal_rules
 from hardpoint_models.decoder_attention import decoder_norm, make_rotary
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_models.decoder_layers import LAYER_CLASSES, DecoderLayer
+from hardpoint_models.ending import Ending
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.lowering import NotStandard, StandardBlock, StandardStack
 
@@ -76,8 +77,15 @@ class DecoderStack(LayerStack):
 class DecoderModel(CausalModel):
     """Model of one pipeline stage."""
 
-    def __init__(self, info: ModelInfo, config: DecoderConfig, layers: LayerToolkit, stage: StageRange | None) -> None:
-        super().__init__(info, config, layers, stage, lambda held: DecoderStack(config, layers, held))
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: DecoderConfig,
+        layers: LayerToolkit,
+        stage: StageRange | None,
+        ending: Ending | None = None,
+    ) -> None:
+        super().__init__(info, config, layers, stage, lambda held: DecoderStack(config, layers, held), ending)
         self.config = config
 
     def enter(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -101,7 +109,7 @@ class DecoderModel(CausalModel):
             f"{LAYER}.self_attn.k_norm.weight",
             f"{LAYER}.mlp.down_proj.*",
         ]
-        return [
+        rules = [
             *self.config.rules,
             *(self.config.latent.rules if self.config.latent is not None else ()),
             *(self.config.experts.rules if self.config.experts is not None else ()),
@@ -109,3 +117,4 @@ class DecoderModel(CausalModel):
             *gated_rules("mlp"),
             *(WeightRule(name, name) for name in unchanged),
         ]
+        return self.ending_rules(rules)

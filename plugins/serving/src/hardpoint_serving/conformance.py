@@ -13,7 +13,17 @@ from hardpoint.testing import FakeEngineClient
 from hardpoint.testing.asgi_client import Call
 from hardpoint.testing.endpoint_suite import EndpointSuite
 
-__all__ = ["TestAdmin", "TestEmbeddings", "TestKVEvents", "TestOpenAI", "TestOps", "TestProcess"]
+__all__ = [
+    "TestAdmin",
+    "TestClassify",
+    "TestEmbeddings",
+    "TestKVEvents",
+    "TestOpenAI",
+    "TestOps",
+    "TestPooling",
+    "TestProcess",
+    "TestScore",
+]
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 5}
@@ -48,6 +58,42 @@ class TestEmbeddings(EndpointSuite):
     calls: ClassVar[tuple[Call, ...]] = (
         Call("POST", "/v1/embeddings", {"model": "fake", "input": ["why?", "when?"]}),
         Call("POST", "/v1/embeddings", {"input": [5, 6], "dimensions": 3, "encoding_format": "base64"}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(tasks=("embed",))
+
+
+class TestClassify(EndpointSuite):
+    plugin: ClassVar[str | None] = "classify"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/classify", {"model": "fake", "input": ["why?", "when?"]}),
+        Call("POST", "/v1/classify", {"input": [5, 6], "activation": "sigmoid"}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(tasks=("embed", "classify"))
+
+
+class TestPooling(EndpointSuite):
+    plugin: ClassVar[str | None] = "pooling"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/pooling", {"model": "fake", "input": ["why?", "when?"]}),
+        Call("POST", "/v1/pooling", {"input": [5, 6], "dimensions": 3}),
+    )
+
+    @pytest.fixture
+    def client(self) -> FakeEngineClient:
+        return FakeEngineClient(tasks=("embed",))
+
+
+class TestScore(EndpointSuite):
+    plugin: ClassVar[str | None] = "score"
+    calls: ClassVar[tuple[Call, ...]] = (
+        Call("POST", "/v1/score", {"model": "fake", "text_1": "why?", "text_2": ["when?", "where?"]}),
+        Call("POST", "/v1/rerank", {"query": "why?", "documents": ["when?", "where?"], "top_n": 1}),
     )
 
     @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,16 +11,15 @@ from fastapi import APIRouter, Request, Response
 
 from hardpoint.errors import ConfigError, InvalidRequestError
 from hardpoint.interfaces.endpoint import Endpoint, EndpointContext
-from hardpoint.interfaces.engine import EmbeddingOutput, EngineClient, ModelRouter, Prompt, RequestOptions
+from hardpoint.interfaces.engine import EmbeddingOutput, EngineClient, ModelRouter, RequestOptions
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.request import Float32Array, PoolingParams
 from hardpoint_serving.body import decode_body
-from hardpoint_serving.outputs import ClientGone, until_gone, watch_client
+from hardpoint_serving.judging import check_dimensions
+from hardpoint_serving.pooled import answer_unless_gone, embed_all
 from hardpoint_serving.prompts import TextInput, read_prompts
 
 __all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest", "create"]
-
-_CLIENT_CLOSED_REQUEST = 499
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -60,46 +58,39 @@ class EmbeddingsEndpoint(Endpoint):
     async def embed(self, request: Request) -> Response:
         body = await decode_body(request, EmbeddingsRequest)
         client = self._router.resolve(body.model)
+        _refuse_scores(client)
         _refuse_matrix_as_text(body)
         params = PoolingParams(pooling=body.pooling, normalize=body.normalize, dimensions=body.dimensions)
-        gone = watch_client(request)
         try:
+            check_dimensions(body.dimensions, client.tokenizer, client.limits)
             special, salt = body.add_special_tokens, body.cache_salt
             prompts = read_prompts(body.input, client, param="input", add_special_tokens=special, cache_salt=salt)
-            outputs = await until_gone(_embed_all(client, prompts, params, self._options), gone)
+            work = embed_all(client, prompts, params, self._options)
+            as_text = body.encoding_format == "base64"
+            return await answer_unless_gone(request, work, lambda outputs: _answer(client.model_name, outputs, as_text))
         except InvalidRequestError as error:
             raise _in_request_terms(error) from None
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        finally:
-            gone.cancel()
-        # Hundreds of vectors as text take their time: other requests go on meanwhile.
-        answer = await asyncio.to_thread(_answer, client.model_name, outputs, body.encoding_format == "base64")
-        return Response(answer, media_type="application/json")
 
 
-async def _embed_all(
-    client: EngineClient, prompts: Sequence[Prompt], params: PoolingParams, options: RequestOptions
-) -> list[EmbeddingOutput]:
-    """In the order of the prompts; the first failure, or cancelling, aborts the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(client.embed(prompt, params, options)) for prompt in prompts]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in running]
-
-
-def _answer(model: str, outputs: Sequence[EmbeddingOutput], as_text: bool) -> bytes:
+def _answer(model: str, outputs: Sequence[EmbeddingOutput], as_text: bool) -> dict[str, Any]:
     num_tokens = sum(output.num_prompt_tokens for output in outputs)
     items = [_Item(index, _encoded(output.embedding, as_text)) for index, output in enumerate(outputs)]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return msgspec.json.encode({"object": "list", "data": items, "model": model, "usage": usage})
+    return {"object": "list", "data": items, "model": model, "usage": usage}
 
 
 def _encoded(embedding: Float32Array, as_text: bool) -> Any:
     """Numbers, or little-endian float32 in base64."""
     return base64.b64encode(embedding.astype("<f4").tobytes()).decode() if as_text else embedding.tolist()
+
+
+def _refuse_scores(client: EngineClient) -> None:
+    if "classify" in client.tasks:
+        raise InvalidRequestError(
+            "this model gives scores and no embeddings; ask the endpoints classify, score or pooling",
+            param="model",
+            code="unsupported_task",
+        )
 
 
 def _refuse_matrix_as_text(body: EmbeddingsRequest) -> None:

@@ -22,7 +22,7 @@ import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.interfaces import PositionLogprobs, RequestOutput
-from hardpoint_testing_torch.encoder_parity import EncoderParity
+from hardpoint_testing_torch.encoder_parity import EncoderParity, PooledDecoderParity
 from hardpoint_testing_torch.parity import TIE_GAP
 from hardpoint_testing_torch.parity_case import MAX_BFLOAT16_ERROR, MODES, TENSOR_PARALLEL, EngineParity, ParityCase
 from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
@@ -205,6 +205,9 @@ def run_parity(case: ParityCase, folder: Path, *, modes: Iterable[str] = MODES, 
 
     Raises what the engine raises for a model that it cannot load or run.
     """
-    generates = getattr(transformers, case.architecture).can_generate()
-    parity = (GenerationParity if generates else EncoderParity)(case, folder, seed=seed)
+    oracle = getattr(transformers, case.architecture)
+    kind: type[EngineParity] = GenerationParity if oracle.can_generate() else EncoderParity
+    if kind is EncoderParity and "num_key_value_heads" in getattr(oracle.config_class, "__dataclass_fields__", {}):
+        kind = PooledDecoderParity
+    parity = kind(case, folder, seed=seed)
     return ParityReport(case.architecture, case.name, tuple(parity.run(mode) for mode in modes))

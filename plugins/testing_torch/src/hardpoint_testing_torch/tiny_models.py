@@ -55,6 +55,11 @@ class TinyModel:
 
         return load_file(self.folder / "model.safetensors")
 
+    @property
+    def judges(self) -> bool:
+        """Whether what it makes of a text is scores: a model with labels, of texts or of their tokens."""
+        return self.info.architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
+
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """float32 [tokens, vocabulary] of one sequence; of a model that does not generate its last hidden states
@@ -62,6 +67,19 @@ class TinyModel:
         if "generate" not in self.info.tasks:
             return self.oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0].float()
         return self.oracle(torch.tensor([token_ids])).logits[0].float()
+
+    @torch.inference_mode()
+    def scores(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [labels] of one sequence, or [tokens, labels]; of models that judge.
+
+        Where a separator is known, tokens behind the first one are of the second type, as BERT's tokenizer has it.
+        """
+        ids = torch.tensor([token_ids])
+        separator, types = self.info.config.get("sep_token_id"), {}
+        if self.info.config.get("model_type") == "bert" and separator is not None:
+            is_separator = (ids == separator).long()
+            types["token_type_ids"] = (is_separator.cumsum(-1) > is_separator).long()
+        return self.oracle(ids, **types).logits[0].float()
 
     @torch.inference_mode()
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
@@ -88,6 +106,7 @@ def make_tiny_model(
     model_class = getattr(transformers, architecture)
     hf_config = model_class.config_class(**{**TINY_SIZES, **config})
     hf_config.architectures = [architecture]
+    _forget_foreign_tokens(hf_config)
     torch.manual_seed(seed)
     oracle = model_class(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -105,6 +124,14 @@ def make_tiny_model(
     copy.deepcopy(oracle).to(dtype).save_pretrained(folder)
     tasks = ("generate",) if model_class.can_generate() else ("embed",)
     return TinyModel(oracle, folder, model_info(folder, architecture, tasks))
+
+
+def _forget_foreign_tokens(hf_config: Any) -> None:
+    """Some families number their special tokens by the vocabulary that they were published with."""
+    for role in ("pad", "bos", "eos", "cls", "sep"):
+        token = getattr(hf_config, f"{role}_token_id", None)
+        if isinstance(token, int) and token >= hf_config.get_text_config().vocab_size:
+            setattr(hf_config, f"{role}_token_id", None)
 
 
 def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:

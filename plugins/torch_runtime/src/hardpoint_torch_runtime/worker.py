@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.communicator import Communicator
@@ -38,6 +38,7 @@ from hardpoint_torch_runtime.runner.buffers import is_host_memory
 from hardpoint_torch_runtime.runner.capture import capture_shapes
 from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.pooling_plan import PoolingOptions, PoolingPlan, check_options
 from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
 from hardpoint_torch_runtime.runner.streams import device_streams
 from hardpoint_torch_runtime.runner.warm_up import run_warm_up
@@ -46,10 +47,8 @@ from hardpoint_torch_runtime.sampling.sampler import Sampler
 __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
 
 
-class TorchWorkerOptions(BaseModel):
+class TorchWorkerOptions(PoolingOptions):
     """Options under ``plugins.worker.torch``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     logits_processors: tuple[str, ...] = Field(
         default=(), description="`logits_processor` plugins to run, in this order"
@@ -122,6 +121,8 @@ class TorchWorker(Worker):
         self._kernels: KernelTable | None = None
         self._runner: ModelRunner | None = None
         self.lowering: ModelLowering | None = None
+        self._pooling: PoolingPlan | None = None
+        check_options(options, self.config.model)
         parallel = self.config.parallel
         if parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
             raise ConfigError(
@@ -183,6 +184,7 @@ class TorchWorker(Worker):
             self._communicator,
             MambaCacheMode(self.options.recurrent_states),
         )
+        self._pooling = PoolingPlan.settle(self._loaded.model, self.options, torch_dtype(self.config.dtype))
         OPERATORS.verify()
         self._logger.info(
             "loaded %s (%s) in %.1f s: %d tensors, %.0f MB stored, attention %s, %s",
@@ -281,6 +283,7 @@ class TorchWorker(Worker):
             refuse=partial(refuse_row, tasks=self.config.model.tasks),
             streams=device_streams(self._platform, self.device) if is_asynchronous else None,
             takes_embeddings=self.options.prompt_embeddings,
+            pooling=self._pooling,
         )
 
     def warm_up(self) -> None:
@@ -301,7 +304,12 @@ class TorchWorker(Worker):
         return self.runner.sample(step_id, grammar)
 
     def supported_tasks(self) -> list[str]:
-        return list(self.config.model.tasks)
+        """Those of the model, and ``classify`` where what it makes of a text is scores."""
+        judges = self._pooling is not None and self._pooling.judges
+        return [
+            *self.config.model.tasks,
+            *(["classify"] if judges and "classify" not in self.config.model.tasks else []),
+        ]
 
     def check_health(self) -> None:
         self._platform.synchronize(self._logical_device)

@@ -25,13 +25,16 @@ MODEL_FILE_PATTERNS = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "1_Pooling/config.json",
+    "1_LogitScore/config.json",
 )
+_FOLDERS = ("1_Pooling/", "1_LogitScore/")
+"""Of sentence-transformers; no file of other folders is read."""
 
 
 def is_model_file(name: str) -> bool:
     """True for a relative name that belongs to a model folder; weights only at its top level."""
     return any(fnmatchcase(name, pattern) for pattern in MODEL_FILE_PATTERNS) and name.count("/") <= (
-        1 if name.startswith("1_Pooling/") else 0
+        1 if name.startswith(_FOLDERS) else 0
     )
 
 

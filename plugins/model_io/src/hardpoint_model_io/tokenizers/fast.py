@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -23,6 +24,7 @@ class TokenizerFacts:
     kind: VocabularyKind
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    model_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
@@ -79,6 +81,34 @@ class FastTokenizer(Tokenizer):
         if not parse_special and self._control_pattern is not None and self._control_pattern.search(text):
             return self._encode_plain(text, add_special_tokens)
         return _encode(self._backend, text, add_special_tokens)
+
+    @property
+    def model_config(self) -> Mapping[str, Any]:
+        """What the folder that the tokenizer was read from says of its model; empty where there is no such file."""
+        return self._facts.model_config
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts as the model was trained to see them together; control tokens spelled in either are plain text.
+
+        Raises ``ValueError`` where nothing would stand between the two.
+        """
+        before, between, after = self._pair_frame
+        if not between:
+            raise ValueError("the tokenizer puts nothing between two texts")
+        texts = [self.encode(text, add_special_tokens=False, parse_special=False) for text in (first, second)]
+        return [*before, *texts[0], *between, *texts[1], *after]
+
+    @cached_property
+    def _pair_frame(self) -> tuple[list[int], list[int], list[int]]:
+        """What the post-processor puts before, between and after two texts."""
+        probe = self._backend.encode("a", "a")
+        sources = list(probe.sequence_ids)
+        if 0 not in sources or 1 not in sources:
+            return [], [], []
+        last_of_first = len(sources) - 1 - sources[::-1].index(0)
+        last_of_second = len(sources) - 1 - sources[::-1].index(1)
+        ids = list(probe.ids)
+        return ids[: sources.index(0)], ids[last_of_first + 1 : sources.index(1)], ids[last_of_second + 1 :]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

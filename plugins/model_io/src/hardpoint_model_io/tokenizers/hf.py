@@ -19,6 +19,7 @@ from hardpoint_model_io.tokenizers.word_piece import WordPieceSettings, word_pie
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+MODEL_CONFIG = "config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
@@ -63,7 +64,8 @@ class HuggingFaceTokenizerProvider(TokenizerProvider):
         backend.no_truncation()
         config = _optional_object(artifact, CONFIG)
         roles = _roles(config, _optional_object(artifact, SPECIAL_MAP), artifact)
-        facts = TokenizerFacts(_kind(pipeline.decoder), roles, _chat_template(artifact, config))
+        model = _optional_object(artifact, MODEL_CONFIG)
+        facts = TokenizerFacts(_kind(pipeline.decoder), roles, _chat_template(artifact, config), model)
         return FastTokenizer(backend, facts)
 
 
@@ -74,7 +76,8 @@ def _from_word_pieces(artifact: ModelArtifact) -> Tokenizer:
     settings = WordPieceSettings.of(config, roles, f"{artifact.root}/{CONFIG}")
     tokens = word_piece_tokens(read_bytes(path, MAX_TOKENIZER_BYTES), str(path))
     backend, known = word_piece_backend(tokens, settings, str(path))
-    facts = TokenizerFacts(VocabularyKind.WORD_PIECE, known, _chat_template(artifact, config))
+    model = _optional_object(artifact, MODEL_CONFIG)
+    facts = TokenizerFacts(VocabularyKind.WORD_PIECE, known, _chat_template(artifact, config), model)
     return FastTokenizer(backend, facts)
 
 

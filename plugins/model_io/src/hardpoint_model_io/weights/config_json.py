@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import msgspec
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint_model_io.files import confined_path, read_json_object
 from hardpoint_model_io.formats.gguf_config import SENTENCE_FIELD
-from hardpoint_model_io.weights.sentence import max_sentence_tokens, sentence_settings
+from hardpoint_model_io.weights.sentence import max_sentence_tokens, score_activation, sentence_settings
+from hardpoint_model_io.weights.separator import separator_id
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 MAX_VALUE = 1 << 31
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
-_DECODER_POOLING = {"pooling_method": "last", "normalizes": True, "other_modules": []}
-"""How models that generate embed: their last state alone has seen the whole text."""
+_POOLING_METHODS = ("cls", "last", "mean")
+_JUDGING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
+_COUNTS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
+"""Model types whose table of positions is used from behind the padding's id on."""
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -41,11 +46,18 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
-    max_position = _positive(text, _POSITION_KEYS, path)
+    max_position = _positive(text, _POSITION_KEYS, path) - _unused_positions(config)
+    if max_position < 1:
+        raise ModelFormatError(f"{path}: 'pad_token_id' leaves no positions for tokens; the file is damaged")
     config.pop(SENTENCE_FIELD, None)
     if (sentence := sentence_settings(artifact)) is not None:
         config[SENTENCE_FIELD] = sentence
         max_position = min(max_position, max_sentence_tokens(artifact) or max_position)
+    if architecture.endswith(_JUDGING_SUFFIXES):
+        if _needs_separator(config):
+            config["sep_token_id"] = separator_id(artifact)
+        if (activation := score_activation(artifact)) is not None:
+            config["sentence_transformers"] = {"activation_fn": activation}
     return ModelInfo(
         artifact=artifact,
         architecture=architecture,
@@ -63,9 +75,36 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
 
 def _tasks(architecture: str, sentence: Mapping[str, Any] | None) -> tuple[str, ...]:
     """``sentence``: what the folder's files say about embeddings. No embeddings are better than others than those."""
+    if architecture.endswith(_JUDGING_SUFFIXES):
+        return ("embed", "classify")
     if not architecture.endswith(_GENERATIVE_SUFFIXES):
         return ("embed",)
-    return ("generate", "embed") if sentence in (None, _DECODER_POOLING) else ("generate",)
+    is_known = sentence is None or (sentence["pooling_method"] in _POOLING_METHODS and not sentence["other_modules"])
+    return ("generate", "embed") if is_known else ("generate",)
+
+
+def without_head(info: ModelInfo, tensor_names: Collection[str]) -> ModelInfo:
+    """A decoder that was saved to embed is named by the one that generates, and mostly stored without its head."""
+    is_tied = bool(info.config.get("tie_word_embeddings"))
+    lacks_head = SENTENCE_FIELD in info.config and not is_tied and "lm_head.weight" not in tensor_names
+    if not (lacks_head and info.architecture.endswith("ForCausalLM")):
+        return info
+    architecture = f"{info.architecture.removesuffix('ForCausalLM')}Model"
+    return msgspec.structs.replace(info, architecture=architecture, tasks=("embed",))
+
+
+def _needs_separator(config: Mapping[str, Any]) -> bool:
+    """Whether tokens of a pair's two texts are of different types."""
+    types = config.get("type_vocab_size")
+    return config.get("sep_token_id") is None and isinstance(types, int) and types > 1
+
+
+def _unused_positions(config: Mapping[str, Any]) -> int:
+    """Entries of the table of positions that no token of a text has."""
+    if config.get("model_type") not in _COUNTS_BEHIND_PADDING:
+        return 0
+    padding = config.get("pad_token_id", 1)
+    return padding + 1 if isinstance(padding, int) and not isinstance(padding, bool) and padding >= 0 else 2
 
 
 def _architecture(config: Mapping[str, Any], path: str) -> str:

@@ -11,7 +11,7 @@ from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLo
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_model_io.files import confined_path, read_json_object, release_pages
 from hardpoint_model_io.formats.safetensors import SafetensorsFile, read_safetensors
-from hardpoint_model_io.weights.config_json import CONFIG, describe_config
+from hardpoint_model_io.weights.config_json import CONFIG, describe_config, without_head
 from hardpoint_model_io.weights.sizes import check_sizes
 
 SINGLE = "model.safetensors"
@@ -30,14 +30,16 @@ class SafetensorsWeightLoader(WeightLoader):
     def describe(self, artifact: ModelArtifact) -> ModelInfo:
         """Reads the configuration and the header of every shard, so that damage shows before any process starts."""
         sizes: Counter[str] = Counter()
+        names: set[str] = set()
         shapes = []
         for shard in _shards(artifact):
+            names.update(shard.tensors)
             for tensor in shard.tensors.values():
                 sizes[tensor.dtype.name] += tensor.num_bytes
                 shapes.append(tensor.shape)
         info = describe_config(artifact, "safetensors", sizes.most_common(1)[0][0] if sizes else None)
         check_sizes(info.config, shapes, f"{artifact.root}/{CONFIG}")
-        return info
+        return without_head(info, names)
 
     def num_bytes(self, info: ModelInfo) -> int:
         return sum(tensor.num_bytes for shard in _shards(info.artifact) for tensor in shard.tensors.values())

@@ -23,6 +23,7 @@ from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.pooling import SlotPooling
+from hardpoint_torch_runtime.runner.pooling_plan import PoolingPlan
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.runner import ModelRunner
@@ -47,6 +48,7 @@ class RunnerParts:
         extensions: seats of other features.
         takes_embeddings: whether prompts may be given as embeddings.
         exchange: makes what moves tokens between ranks with different experts.
+        pooling: how texts become embeddings or scores, where that is not just the model's own way.
     """
 
     processors: Sequence[LogitsProcessor] = ()
@@ -56,6 +58,7 @@ class RunnerParts:
     extensions: Sequence[RunnerExtension] = ()
     takes_embeddings: bool = True
     exchange: Callable[[], ExpertExchange] | None = None
+    pooling: PoolingPlan | None = None
 
 
 def _axes(config: WorkerConfig, model: Model, device: torch.device) -> PositionAxes | None:
@@ -88,7 +91,7 @@ def assemble_runner(
     residence = None if parts.streams is None else _residence(config, groups, parts.streams, num_drafts, device)
     axes = _axes(config, model, device)
     tokens = None if residence is None else residence.tokens
-    pooling = SlotPooling(model)
+    pooling = SlotPooling(parts.pooling or PoolingPlan.settle(model))
     by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling)
     flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
     embeddings = PromptEmbeddings()
