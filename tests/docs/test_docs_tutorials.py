@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from doc_blocks import Block, blocks_of
 from doc_reader import TUTORIALS, Reader, story
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.testing.scaffold import Blueprint, write_package
+from hardpoint_attention.reference import ReferenceBackend
+from hardpoint_testing_torch import check_parity, make_tiny_model
 from scratch_install import write_metadata
 from tiny_llama import write_tiny_llama
 from workspace import ROOT, read_toml
@@ -70,6 +73,17 @@ def test_the_code_of_the_page_runs_a_tiny_model(
         sys.modules.pop(package.name.replace("-", "_"), None)
 
 
+def test_the_model_of_the_page_computes_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than 120 lines, and every way of cutting prompts comes to the same."""
+    (source,) = (block for block in blocks_of(PAGES["add-a-model"]) if (block.file or "").endswith("__init__.py"))
+    assert len(source.text.splitlines()) < 120
+    (tmp_path / "page_exaone.py").write_text(source.text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("page_exaone")
+    tiny = make_tiny_model("Exaone4ForCausalLM", tmp_path / "tiny", num_hidden_layers=4, sliding_window=7, head_dim=20)
+    check_parity(tiny, module.create, ReferenceBackend())
+
+
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     someone = Reader(tmp_path)
@@ -80,6 +94,13 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestWalks:
+    def test_add_a_model(self, reader: Reader) -> None:
+        """From an empty folder: pass the kit, generate from a checkpoint of the architecture."""
+        walk = Walk(PAGES["add-a-model"], reader)
+        assert [PASSED in verdict for verdict in walk.after("plugins test hardpoint-exaone")] == [True]
+        assert len(walk.tokens("answer.json")) == 8
+        assert "Exaone4ForCausalLM" in walk.after("plugins doctor model")[0]
+
     def test_write_an_attention_backend(self, reader: Reader) -> None:
         """Scaffold, fill in the forward, pass the kit, generate: the tokens are those of the default backend."""
         walk = Walk(PAGES["write-an-attention-backend"], reader)

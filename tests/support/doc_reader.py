@@ -20,8 +20,8 @@ from workspace import ROOT
 
 __all__ = ["TUTORIALS", "Reader", "page_id", "runs_something", "story"]
 
-TUTORIALS = ("write-an-attention-backend", "write-a-quantization-method", "ship-an-endpoint")
-"""Pages below ``docs/extend`` that go from the scaffold to a package that passes its kit."""
+TUTORIALS = ("add-a-model", "write-an-attention-backend", "write-a-quantization-method", "ship-an-endpoint")
+"""Pages below ``docs/extend`` that go from the scaffold, or from nothing, to a package that passes its kit."""
 
 START_S = 240
 STOP_S = 60

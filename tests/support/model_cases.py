@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardpoint_testing_torch import ParityCase
+from model_cases_decoders import DECODER_CASES
 from model_cases_moe import MOE_CASES
 from model_cases_pooling import POOLING_CASES
 
@@ -75,7 +76,8 @@ _KEEPS_STATES: Mapping[str, Any] = {"prefix": {"worker": {"torch": {"recurrent_s
 _ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
 """Rounding may choose another expert, which changes all that follows."""
 
-CASES: tuple[ParityCase, ...] = (
+_LISTED: tuple[ParityCase, ...] = (
+    *DECODER_CASES,
     ParityCase("BambaForCausalLM", BAMBA, plugins=_KEEPS_STATES),
     ParityCase(
         "BambaForCausalLM",
@@ -211,3 +213,6 @@ CASES: tuple[ParityCase, ...] = (
     *MOE_CASES,
     *POOLING_CASES,
 )
+
+CASES = tuple(sorted(_LISTED, key=lambda case: case.architecture))
+"""In the order of the table; the configurations of an architecture stay as they are listed."""

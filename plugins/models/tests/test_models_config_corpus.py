@@ -10,9 +10,13 @@ import pytest
 from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
 from hardpoint_models.bert_config import BertConfig
 from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
-from hardpoint_models.gemma3_config import read_gemma3
+from hardpoint_models.gemma3_config import read_gemma2, read_gemma3
+from hardpoint_models.granite import read_granite, read_granite_moe
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
 from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
+from hardpoint_models.olmo import read_olmo2, read_olmo3
+from hardpoint_models.phi3 import read_phi3
+from hardpoint_models.smollm3 import read_smollm3
 from hardpoint_torch_runtime.layers import RopeParameters
 
 Reader = Callable[[Mapping[str, Any], str], Any]
@@ -60,6 +64,12 @@ MIXER: dict[str, Any] = {
     "time_step_limit": [0.01, 0.9],
 }
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+FACTORS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
     "DeepSeek-V2": (read_deepseek_v2, {**LATENT, "topk_method": "group_limited_greedy"}),
     "DeepSeek-V3": (read_deepseek_v3, {**LATENT, "rope_interleave": True, "norm_topk_prob": True}),
@@ -72,10 +82,7 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 32,
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 5.0,
+            **FACTORS,
             "position_embedding_type": "rope",
         },
     ),
@@ -107,6 +114,37 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 6.0,
             "rope_local_base_freq": 200.0,
+        },
+    ),
+    "Gemma 2": (
+        read_gemma2,
+        {**DENSE, "layer_types": KINDS, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 6},
+    ),
+    "Granite 3": (read_granite, {**DENSE, **FACTORS, "mlp_bias": True}),
+    "Granite 3 with experts": (
+        read_granite_moe,
+        {**DENSE, **FACTORS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "OLMo 2": (read_olmo2, DENSE),
+    "OLMo 3": (read_olmo3, {**DENSE, "layer_types": KINDS, "sliding_window": 7, "rope_scaling": {"factor": 2.0}}),
+    "Phi-3": (
+        read_phi3,
+        {
+            **DENSE,
+            "sliding_window": 7,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3},
+        },
+    ),
+    "SmolLM3": (
+        read_smollm3,
+        {
+            **DENSE,
+            "no_rope_layers": [1, 0, 1],
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": KINDS,
         },
     ),
     "BERT": (

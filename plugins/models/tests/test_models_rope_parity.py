@@ -18,6 +18,7 @@ import torch
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightTensor
 from hardpoint_attention.reference import ReferenceBackend
 from hardpoint_models.llama import create_llama
+from hardpoint_models.phi3 import create_phi3
 from hardpoint_testing_torch import TinyModel, check_parity, installed_loader, make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -94,3 +95,24 @@ def test_logits_and_64_greedy_tokens(rope: dict[str, Any], configured: int, serv
         LongSequence(tiny, served), create_llama, ReferenceBackend(), loader=ServedLoader(served), block_size=8
     )
     assert "greedy" in {result.mode for result in report.results}
+
+
+@pytest.mark.parametrize("served", [pytest.param(TRAINED, id="short"), pytest.param(4 * TRAINED, id="long")])
+def test_a_part_of_each_head_is_stretched(served: int, tmp_path: Path) -> None:
+    """As Phi-4-mini has it: a part of each head rotates, each pair with a divisor of its own."""
+    tiny = make_tiny_model(
+        "Phi3ForCausalLM",
+        tmp_path,
+        rope_parameters={
+            **LONGROPE,
+            "partial_rotary_factor": 0.5,
+            "short_factor": FACTORS[:3],
+            "long_factor": [7 * factor for factor in FACTORS[:3]],
+        },
+        original_max_position_embeddings=TRAINED,
+        max_position_embeddings=4 * TRAINED,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    check_parity(LongSequence(tiny, served), create_phi3, ReferenceBackend(), loader=ServedLoader(served), block_size=8)

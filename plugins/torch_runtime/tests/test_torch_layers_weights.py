@@ -25,7 +25,7 @@ from hardpoint_torch_runtime.layers import (
     TensorParallel,
     UnquantizedLinearMethod,
 )
-from hardpoint_torch_runtime.weights import RuleBook, WeightInventor
+from hardpoint_torch_runtime.weights import RuleBook, WeightInventor, WeightPlan
 
 CPU = torch.device("cpu")
 INFO = ModelInfo(
@@ -115,6 +115,56 @@ def test_parts_of_a_fused_layer_land_side_by_side_in_any_order() -> None:
     assert report.num_tensors == 5
     assert report.num_bytes == sum(array.nbytes for array in arrays.values())
     assert report.ignored == ()
+
+
+FUSED_RULES = [*RULES, WeightRule("blocks.*.gate_up_proj.*", "blocks.*.gate_up.*")]
+
+
+class FusedTinyModel(TinyModel):
+    """Takes checkpoints that hold the parts in one tensor as well."""
+
+    def weight_rules(self) -> Sequence[WeightRule]:
+        return FUSED_RULES
+
+
+def fused(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    parts = {name: array for name, array in arrays.items() if "_proj" not in name}
+    for kind in ("weight", "bias"):
+        halves = [arrays[f"blocks.0.{part}_proj.{kind}"] for part in ("gate", "up")]
+        parts[f"blocks.0.gate_up_proj.{kind}"] = np.concatenate(halves)
+    return parts
+
+
+def test_parts_may_be_stored_fused_or_one_by_one() -> None:
+    one, other = FusedTinyModel(), FusedTinyModel()
+    load(one, stored(fused(complete())))
+    load(other, stored(complete()))
+    assert dict(one.named_parameters())
+    for (name, found), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_what_is_missing_may_have_come_either_way_until_a_part_comes() -> None:
+    arrays = complete()
+    with pytest.raises(ModelFormatError) as caught:
+        load(FusedTinyModel(), stored({"blocks.0.norm.weight": arrays["blocks.0.norm.weight"]}))
+    assert "4 tensors missing blocks.0.gate_proj.weight or blocks.0.gate_up_proj.weight, " in str(caught.value)
+    del arrays["blocks.0.up_proj.weight"]
+    with pytest.raises(ModelFormatError, match=r"1 tensors missing blocks\.0\.up_proj\.weight\. Check"):
+        load(FusedTinyModel(), stored(arrays))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_part_that_is_stored_twice_over_is_refused(is_first: bool) -> None:
+    part = {"blocks.0.gate_proj.weight": complete()["blocks.0.gate_proj.weight"]}
+    arrays = {**part, **fused(complete())} if is_first else {**fused(complete()), **part}
+    with pytest.raises(ModelFormatError, match="loaded already, by this or another name"):
+        load(FusedTinyModel(), stored(arrays))
+
+
+def test_an_inventor_is_asked_for_the_parts_alone() -> None:
+    plan = WeightPlan(RuleBook(FUSED_RULES), [name for name, _ in FusedTinyModel().named_parameters()])
+    assert sorted(expected.stored_name for _, expected in plan.wanted()) == sorted(complete())
 
 
 def unpacked(name: str, alive: list[weakref.ref[np.ndarray]]) -> WeightTensor:

@@ -232,20 +232,21 @@ class CausalModel(torch.nn.Module):
 
 
 def causal_rules(config: CausalConfig) -> list[WeightRule]:
-    """Rules for the head and for attention with projections of its own."""
+    """Rules for the head and for attention with projections of its own, stored one by one or fused."""
+    fused = f"{LAYER}.self_attn.qkv_proj.*"
     return [
         # Old checkpoints carry frequency tables; they are computed here.
         WeightRule(f"{LAYER}.self_attn.rotary_emb.inv_freq", None),
         WeightRule("lm_head.weight", None if config.is_tied else "lm_head.projection.weight"),
-        *(
-            WeightRule(f"{LAYER}.self_attn.{part}_proj.*", f"{LAYER}.self_attn.qkv_proj.*", part)
-            for part in ("q", "k", "v")
-        ),
+        *(WeightRule(f"{LAYER}.self_attn.{part}_proj.*", fused, part) for part in ("q", "k", "v")),
+        WeightRule(fused, fused),
     ]
 
 
 def gated_rules(block: str) -> list[WeightRule]:
-    """Rules for the halves of a feed-forward block that checkpoints keep under ``block``."""
+    """Rules for the halves of a feed-forward block that checkpoints keep under ``block``, one by one or fused."""
+    fused = f"{LAYER}.mlp.gate_up_proj.*"
     return [
-        WeightRule(f"{LAYER}.{block}.{part}_proj.*", f"{LAYER}.mlp.gate_up_proj.*", part) for part in ("gate", "up")
+        *(WeightRule(f"{LAYER}.{block}.{part}_proj.*", fused, part) for part in ("gate", "up")),
+        WeightRule(f"{LAYER}.{block}.gate_up_proj.*", fused),
     ]

@@ -29,6 +29,10 @@ class ConfigFields:
         self.raw = config
         self.architecture = architecture
 
+    def present(self) -> dict[str, Any]:
+        """The fields that are not null."""
+        return {name: value for name, value in self.raw.items() if value is not None}
+
     def integer(self, name: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
         """Positive integer field; ``ModelFormatError`` if it is absent without default, or anything else."""
         value = self.raw.get(name)

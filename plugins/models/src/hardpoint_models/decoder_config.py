@@ -163,7 +163,7 @@ class DecoderConfig:
             mlp_bias=fields.flag("mlp_bias", False) if variant.mlp_bias is None else variant.mlp_bias,
             qk_norm=variant.qk_norm,
             norm_placement=variant.norm_placement,
-            rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **_present(config)}),
+            rope=RopeParameters.from_config({"rope_theta": variant.default_theta, **fields.present()}),
             windows=_windows(fields, num_layers, variant),
             attention_scale=head_size**-0.5,
         )
@@ -179,10 +179,6 @@ def require_grouped_heads(fields: ConfigFields) -> tuple[int, int]:
             f"num_key_value_heads={num_kv_heads}"
         )
     return num_heads, num_kv_heads
-
-
-def _present(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if value is not None}
 
 
 DEFAULT_FIRST_WINDOWED = 28

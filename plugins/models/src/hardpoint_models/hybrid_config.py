@@ -12,6 +12,7 @@ from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.causal import LAYER, gated_rules
 from hardpoint_models.config_fields import ConfigFields, finite, shown
 from hardpoint_models.decoder_config import require_grouped_heads
+from hardpoint_models.granite_rules import EXPERT_RULES
 from hardpoint_torch_runtime.layers import MambaSizes, MixtureSizes, RopeParameters, RoutingParameters
 
 __all__ = ["HybridConfig", "HybridExperts", "read_bamba", "read_granite_hybrid"]
@@ -81,25 +82,11 @@ GRANITE_DENSE_RULES = (
     WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.down_proj.*"),
 )
 
-_SPARSE = f"{LAYER}.block_sparse_moe"
-_EXPERTS = f"{_SPARSE}.experts.*"
 GRANITE_SPARSE_RULES = (
     *GRANITE_RULES,
     WeightRule(f"{LAYER}.shared_mlp.input_linear.*", f"{LAYER}.mlp.shared_experts.gate_up_proj.*"),
     WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.shared_experts.down_proj.*"),
-    WeightRule(f"{_SPARSE}.router.layer.weight", f"{LAYER}.mlp.gate.weight"),
-    WeightRule(f"{_SPARSE}.router.weight", f"{LAYER}.mlp.gate.weight"),
-    WeightRule(f"{_EXPERTS}.gate_proj.*", f"{LAYER}.mlp.experts.*.gate_up_proj.*", "gate"),
-    WeightRule(f"{_EXPERTS}.up_proj.*", f"{LAYER}.mlp.experts.*.gate_up_proj.*", "up"),
-    WeightRule(f"{_EXPERTS}.down_proj.*", f"{LAYER}.mlp.experts.*.down_proj.*"),
-    *(
-        WeightRule(stack, None, unstacked=(f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"))
-        for stack in (f"{_SPARSE}.input_linear.weight", f"{_SPARSE}.experts.gate_up_proj")
-    ),
-    *(
-        WeightRule(stack, None, unstacked=(f"{_EXPERTS}.down_proj.weight",))
-        for stack in (f"{_SPARSE}.output_linear.weight", f"{_SPARSE}.experts.down_proj")
-    ),
+    *EXPERT_RULES,
 )
 
 
@@ -119,7 +106,7 @@ def read_bamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
             f"{architecture}: config field 'attn_layer_indices' is {shown(attending)}; a list of layer numbers below "
             f"num_hidden_layers={num_layers} is needed"
         )
-    present = {name: value for name, value in config.items() if value is not None}
+    present = fields.present()
     return HybridConfig(
         **shared,
         intermediate_size=fields.integer("intermediate_size"),
@@ -137,7 +124,7 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
     fields.require("position_embedding_type", (None, "nope", "rope"), None)
     shared = _shared(fields, default_eps=1e-6)
     rotates = fields.raw.get("position_embedding_type") == "rope"
-    present = {name: value for name, value in config.items() if value is not None}
+    present = fields.present()
     shared_size = fields.integer("shared_intermediate_size", 1024)
     experts = _experts(fields, shared_size)
     return HybridConfig(

@@ -14,7 +14,14 @@ from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.decoder_config import DecoderConfig, DecoderVariant, ExpertsConfig
 from hardpoint_torch_runtime.layers import MixtureSizes, RoutingParameters
 
-__all__ = ["create_mixtral", "create_qwen2_moe", "create_qwen3_moe", "expert_rules", "shared_expert_rules"]
+__all__ = [
+    "create_mixtral",
+    "create_qwen2_moe",
+    "create_qwen3_moe",
+    "expert_rules",
+    "shared_expert_rules",
+    "softmax_routing",
+]
 
 MIXTRAL = DecoderVariant(
     qkv_bias=False, output_bias=False, mlp_bias=False, has_sliding_window=True, default_theta=1e6, default_eps=1e-5
@@ -61,7 +68,7 @@ def read_mixtral(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
     dense = DecoderConfig.read(config, architecture, MIXTRAL)
     experts = ExpertsConfig(
         sizes=MixtureSizes(dense.hidden_size, dense.intermediate_size),
-        routing=_softmax_routing(fields, renormalizes=True),
+        routing=softmax_routing(fields, renormalizes=True),
         layers=(True,) * dense.num_layers,
         rules=expert_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
     )
@@ -87,7 +94,7 @@ def read_qwen2_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfi
             fields.integer("shared_expert_intermediate_size"),
             weighs_shared=True,
         ),
-        routing=_softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
+        routing=softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
         layers=_sparse_layers(fields, num_layers),
         rules=(
             *shared_expert_rules("model.layers.*.mlp.shared_expert"),
@@ -105,14 +112,15 @@ def read_qwen3_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfi
     dense = DecoderConfig.read({**config, "use_sliding_window": has_window}, architecture, QWEN3_MOE)
     experts = ExpertsConfig(
         sizes=MixtureSizes(dense.hidden_size, fields.integer("moe_intermediate_size")),
-        routing=_softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
+        routing=softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
         layers=_sparse_layers(fields, dense.num_layers),
         rules=expert_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     )
     return replace(dense, experts=experts)
 
 
-def _softmax_routing(fields: ConfigFields, *, renormalizes: bool) -> RoutingParameters:
+def softmax_routing(fields: ConfigFields, *, renormalizes: bool) -> RoutingParameters:
+    """Scores are the softmax over all experts; ``ModelFormatError`` where more are chosen than there are."""
     # Both spellings are in use, also for one architecture.
     spelling = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
     num_experts = fields.integer(spelling)

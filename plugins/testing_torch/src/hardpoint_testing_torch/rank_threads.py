@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["RankThreads"]
+__all__ = ["RankMeeting", "RankThreads", "ThreadCommunicator"]
 
 ResultT = TypeVar("ResultT")
 
@@ -64,3 +64,44 @@ class RankThreads(Generic[ResultT]):
                 self.results[rank] = body(rank)
         except Exception as error:
             self.errors[rank] = error
+
+
+@dataclass(slots=True)
+class RankMeeting:
+    """Where ranks in threads exchange parts; ``num_meetings`` counts how often they did."""
+
+    size: int
+    patience_s: float = 60.0
+    num_meetings: int = 0
+    _parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    _barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._barrier = threading.Barrier(self.size, timeout=self.patience_s)
+
+    def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all ranks in rank order. Raises ``BrokenBarrierError`` where one does not come in time."""
+        self._parts[rank] = part.clone()
+        self._barrier.wait()
+        if rank == 0:
+            self.num_meetings += 1
+        parts = [self._parts[other] for other in range(self.size)]
+        self._barrier.wait()
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCommunicator:
+    """A communicator of one of the ranks that meet."""
+
+    meeting: RankMeeting
+    rank: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, tensor)).sum(0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, tensor), dim)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -8,7 +8,7 @@ quantization method creates.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hardpoint.interfaces.model import WeightRule
@@ -118,13 +118,17 @@ class RuleBook:
 
 
 class WeightPlan:
-    """What is still to come for a given set of parameters. Of alternatives for one part the first to come is taken."""
+    """What is still to come for a given set of parameters. Of alternatives for one part the first to come is taken.
+
+    One tensor may hold all parts of a parameter: then it is an alternative to all of them together.
+    """
 
     def __init__(self, book: RuleBook, parameters: Iterable[str]) -> None:
         self.book = book
         self.without_rule: list[str] = []
         self._awaited: dict[tuple[str, str | None], list[Expected]] = {}
         self._parts: dict[str, tuple[str, str | None]] = {}
+        self._shards: dict[str, list[str]] = {}
         for parameter in parameters:
             expected = book.expected(parameter)
             if not expected:
@@ -133,23 +137,40 @@ class WeightPlan:
                 part = (parameter, one.shard)
                 self._awaited.setdefault(part, []).append(one)
                 self._parts[one.stored_name] = part
+            self._shards[parameter] = list(dict.fromkeys(one.shard for one in expected if one.shard is not None))
 
     def wanted(self) -> tuple[tuple[str, Expected], ...]:
         """Each parameter with a stored tensor that it waits for, in model order; of alternatives the first one."""
-        return tuple((parameter, names[0]) for (parameter, _), names in self._awaited.items())
+        return tuple((parameter, names[0]) for parameter, names in self._open())
 
     def arrived(self, stored_name: str) -> bool:
         """False if the part it fills has arrived before."""
         part = self._parts.get(stored_name)
-        return part is None or self._awaited.pop(part, None) is not None
+        if part is None:
+            return True
+        if self._awaited.pop(part, None) is None:
+            return False
+        parameter, shard = part
+        # Whoever comes first settles whether the parameter is stored whole or in parts.
+        for other in (None,) if shard is not None else self._shards[parameter]:
+            self._awaited.pop((parameter, other), None)
+        return True
 
     def missing(self) -> tuple[str, ...]:
         """Required stored tensors that have not arrived, in model order; alternatives, stacks among them, joined by
         ``or``."""
-        required = (names for names in self._awaited.values() if not all(name.is_optional for name in names))
+        required = (names for _, names in self._open() if not all(name.is_optional for name in names))
         found = []
         for names in required:
             stored = [name.stored_name for name in names]
             stacks = [stack for name in stored for stack in self.book.stacks_of(name)]
             found.append(" or ".join(dict.fromkeys((*stored, *stacks))))
         return tuple(found)
+
+    def _open(self) -> Iterator[tuple[str, list[Expected]]]:
+        """Each parameter with what could fill a part of it; behind the part's own names those of all parts in one."""
+        for (parameter, shard), names in self._awaited.items():
+            if shard is not None:
+                yield parameter, [*names, *self._awaited.get((parameter, None), ())]
+            elif not self._shards[parameter]:
+                yield parameter, names

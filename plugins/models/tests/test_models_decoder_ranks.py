@@ -1,0 +1,63 @@
+"""Decoders over several tensor-parallel ranks, which run as threads, against the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from hardpoint.interfaces.model import ModelContext
+from hardpoint.interfaces.plugin import NoOptions, ProcessRole
+from hardpoint.interfaces.worker import ParallelSlice
+from hardpoint_attention.reference import ReferenceBackend
+from hardpoint_models.olmo import create_olmo2
+from hardpoint_models.phi3 import create_phi3
+from hardpoint_testing_torch import StateDictLoader, make_tiny_model, relative_error, worker_config
+from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory
+from hardpoint_testing_torch.rank_threads import RankMeeting, RankThreads, ThreadCommunicator
+from hardpoint_testing_torch.tiny_models import TinyModel
+from hardpoint_torch_runtime import LayerToolkit, load_weights
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def logits_of(tiny: TinyModel, factory: ModelFactory, rank: int, meeting: RankMeeting) -> torch.Tensor:
+    parallel = ParallelSlice(world_size=meeting.size, rank=rank, tensor_parallel_size=meeting.size)
+    config = msgspec.structs.replace(worker_config(tiny.info), parallel=parallel)
+    toolkit = LayerToolkit.create(
+        config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        attention_backend=ReferenceBackend(),
+        communicator=ThreadCommunicator(meeting, rank),
+    )
+    roles = frozenset({ProcessRole.WORKER})
+    context = ModelContext(name=tiny.info.architecture, api_version=1, roles=roles, config=config, layers=toolkit)
+    model = factory(context, NoOptions())
+    load_weights(model, StateDictLoader(tiny.tensors()), tiny.info, show_progress=False, rank=rank)
+    return LocalDriver(model, toolkit).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "factory", "size", "changes"),
+    [
+        pytest.param("Olmo2ForCausalLM", create_olmo2, 2, {}, id="olmo2-two"),
+        pytest.param("Olmo2ForCausalLM", create_olmo2, 4, {"num_key_value_heads": 2}, id="olmo2-four-shared-keys"),
+        pytest.param("Phi3ForCausalLM", create_phi3, 2, {}, id="phi3-fused-two"),
+        pytest.param("Phi3ForCausalLM", create_phi3, 4, {"num_key_value_heads": 1}, id="phi3-fused-four-one-key"),
+    ],
+)
+def test_ranks_together_are_the_whole(
+    architecture: str, factory: ModelFactory, size: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Norms over all heads see those of other ranks; of fused tensors each rank takes its share of every part."""
+    tiny, meeting = make_tiny_model(architecture, tmp_path, **{**NO_IDS, **changes}), RankMeeting(size)
+    found = RankThreads.run(size, lambda rank: logits_of(tiny, factory, rank, meeting), patience_s=100.0)
+    for logits in found:
+        assert relative_error(logits, tiny.logits(PROMPT)) < 1e-4
+    per_layer = 3 if architecture == "Olmo2ForCausalLM" else 2
+    assert meeting.num_meetings == per_layer * tiny.info.config["num_hidden_layers"] + 2, "and words and logits"
