@@ -144,7 +144,8 @@ class BertEncoder(EncoderModel):
 _GUESSING_HEADS = (
     "cls.predictions.bias", "cls.predictions.decoder.*", "cls.predictions.transform.dense.*",
     "cls.predictions.transform.LayerNorm.*", "cls.seq_relationship.*",
-    "lm_head.bias", "lm_head.dense.*", "lm_head.layer_norm.*", "lm_head.decoder.*",
+    "lm_head.bias", "lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight",
+    "lm_head.layer_norm.bias", "lm_head.decoder.weight", "lm_head.decoder.bias",
 )  # fmt: skip
 """What guesses hidden words and following sentences."""
 

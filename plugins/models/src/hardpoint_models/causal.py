@@ -207,7 +207,7 @@ class CausalModel(torch.nn.Module):
         embeds_by_files = SENTENCE_FIELD in self._info.config
         if not self._predicts:
             rules = [rule for rule in rules if not rule.pattern.startswith("lm_head.")]
-            rules += [*self._label_rules, WeightRule("lm_head.*", None)]
+            rules += [*self._label_rules, WeightRule("lm_head.weight", None)]
         if self._predicts and not embeds_by_files:
             return list(rules)
         bare = [rule for rule in rules if rule.pattern.startswith("model.")]

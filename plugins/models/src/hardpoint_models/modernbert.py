@@ -149,14 +149,18 @@ class ModernBertEncoder(EncoderModel):
         self.config = config
 
     def weight_rules(self) -> Sequence[WeightRule]:
-        judges = self.config.labels is not None
-        heads = {"head.dense.*": "labels.dense.*", "head.norm.*": "labels.norm.*", "classifier.*": "labels.scores.*"}
-        return [
-            *(WeightRule(stored, held if judges else None) for stored, held in heads.items()),
-            *(rule for prefix in ("", "model.") for rule in _stored_under(prefix)),
-            # What guesses hidden words.
-            WeightRule("decoder.*", None),
-        ]
+        if self.config.labels is None:
+            heads = [WeightRule(name, None) for name in _GUESSING_HEAD]
+        else:
+            stored = {"head.dense": "labels.dense", "head.norm": "labels.norm", "classifier": "labels.scores"}
+            heads = [WeightRule(f"{name}.*", f"{target}.*") for name, target in stored.items()]
+        return [*heads, *(rule for prefix in ("", "model.") for rule in _stored_under(prefix))]
+
+
+_GUESSING_HEAD = tuple(
+    f"{part}.{name}" for part in ("head.dense", "head.norm", "decoder") for name in ("weight", "bias")
+)
+"""What guesses hidden words."""
 
 
 def _stored_under(prefix: str) -> Iterator[WeightRule]:
