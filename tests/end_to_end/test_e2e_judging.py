@@ -31,7 +31,8 @@ def logits(tiny: Any, folder: Path, *texts: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "separators"), [("BertForSequenceClassification", 1), ("RobertaForSequenceClassification", 2)]
+    ("architecture", "separators"),
+    [("BertForSequenceClassification", 1), pytest.param("RobertaForSequenceClassification", 2, marks=pytest.mark.slow)],
 )
 def test_pairs_are_judged_as_by_a_cross_encoder(architecture: str, separators: int, tmp_path: Path) -> None:
     """The second text has a type of its own where the model knows types; the separator is the tokenizer's to tell."""
@@ -47,6 +48,7 @@ def test_pairs_are_judged_as_by_a_cross_encoder(architecture: str, separators: i
             embed(llm, "t5")
 
 
+@pytest.mark.slow
 def test_texts_are_classified_by_name(tmp_path: Path) -> None:
     names = {0: "calm", 1: "gusty", 2: "stormy"}
     tiny = make_judge(
@@ -65,6 +67,7 @@ def test_texts_are_classified_by_name(tmp_path: Path) -> None:
             llm.generate("t5", SamplingParams(max_tokens=1))
 
 
+@pytest.mark.slow
 def test_rewards_of_whole_texts_come_in_chunks_too(tmp_path: Path) -> None:
     tiny = make_judge("LlamaForSequenceClassification", tmp_path, num_labels=1)
     with LLM(str(tmp_path), **SETTINGS | KV | {"max_num_batched_tokens": 4}) as llm:
@@ -111,7 +114,9 @@ def judged_by_tokens(tmp_path: Path, **settings: Any) -> None:
         np.testing.assert_allclose(value, float(shares[1]), **TOLERANCE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 5}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"max_num_batched_tokens": 5}, marks=pytest.mark.slow)], ids=["whole", "chunks"]
+)
 def test_a_decoder_judges_by_its_word_for_yes(settings: dict[str, Any], tmp_path: Path) -> None:
     """As Qwen3-Reranker does."""
     judged_by_tokens(tmp_path, **settings)
@@ -123,7 +128,7 @@ def test_two_workers_judge_by_the_same_word(tmp_path: Path) -> None:
     judged_by_tokens(tmp_path, tensor_parallel_size=2, executor="multiproc")
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "without a head"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "without a head"])
 def test_a_decoder_that_was_saved_to_embed(tied: bool, tmp_path: Path) -> None:
     """As Qwen3-Embedding is: by its last token, of length one, and cut to the sizes that it lists."""
     tiny = make_embedder(tmp_path, tied=tied, matryoshka_dimensions=[8, 16, 48])
