@@ -8,7 +8,9 @@ head and state follow from the record's order of dimensions (R1.43)::
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ from hardpoint.interfaces.kv_cache_specs import MambaSpec
 
 __all__ = ["KVMemory", "LayerPlace", "byte_strides", "state_tensors"]
 
+HUGE_PAGES_FROM = 32 << 20
+"""Bytes of a buffer from which the part of a huge page that stays unused does not matter."""
 DIMENSIONS = ("layer", "block", "head", "state", "content")
 
 
@@ -91,11 +95,21 @@ def allocate_bytes(size: int, device: torch.device) -> torch.Tensor:
     """A zeroed int8 buffer. On the CPU pages become resident only when touched, so an unused cache costs no memory."""
     try:
         if device.type == "cpu":
-            return torch.from_numpy(np.zeros(size, dtype=np.int8))
+            return torch.frombuffer(_map_pages(size), dtype=torch.int8)[:size]
         return torch.zeros(size, dtype=torch.int8, device=device)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         advice = "lower --kv-cache-memory or --num-kv-blocks"
         raise ConfigError(f"a KV cache buffer of {size / 2**30:.1f} GiB cannot be had on {device}; {advice}") from error
+
+
+def _map_pages(size: int) -> mmap.mmap:
+    """Memory of this process alone, zeros. Asked for in huge pages where the system has them: the first use of a small
+    one costs as much as computing what goes into it. Raises ``OSError`` where there is not as much."""
+    found = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return found
 
 
 def byte_strides(
