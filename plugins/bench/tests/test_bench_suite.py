@@ -195,6 +195,7 @@ def test_peers_without_a_model_are_told(tmp_path: Path) -> None:
 def test_settings_of_a_class_leave_the_others_alone() -> None:
     chosen = in_class(APP, CLASSES["int8"])
     assert chosen.engines["tiny"].model.quantization == "int8"
+    assert chosen.engines["tiny"].cache.kv_cache_dtype == "bfloat16"
     assert APP.engines["tiny"].model.quantization is None
     assert chosen.engines["tiny"].model.dtype == "float32"
     assert in_class(chosen, CLASSES["fp32"]).engines["tiny"].model.quantization is None

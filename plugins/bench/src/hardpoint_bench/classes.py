@@ -29,14 +29,14 @@ EXPORTS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PrecisionClass:
-    """``quantization``: our setting. ``variants``: by peer, names in the folder of converted models, best first.
-
-    A peer that is not among them has nothing to offer in the class.
+    """``quantization`` and ``kv_cache_dtype``: our settings. ``variants``: by peer, names in the folder of converted
+    models, best first. A peer that is not among them has nothing to offer in the class.
     """
 
     name: str
     title: str
     quantization: str | None
+    kv_cache_dtype: str
     variants: Mapping[str, Sequence[str]]
 
 
@@ -48,6 +48,7 @@ CLASSES: Mapping[str, PrecisionClass] = MappingProxyType(
                 "fp32",
                 "float32",
                 None,
+                "float32",
                 {
                     "vllm": ("hf-fp32",),
                     "llama.cpp": ("fp32.gguf",),
@@ -60,10 +61,16 @@ CLASSES: Mapping[str, PrecisionClass] = MappingProxyType(
                 "int8",
                 "8 bits",
                 "int8",
+                # No peer of a class below float32 keeps more of keys and values; some keep less.
+                "bfloat16",
                 {"vllm": ("hf-w8a8",), "llama.cpp": ("q8_0.gguf",), "openvino-genai": ("openvino-int8", "q8_0.gguf")},
             ),
             PrecisionClass(
-                "4bit", "4 bits", "gguf", {"llama.cpp": (AS_IT_IS,), "openvino-genai": ("openvino-int4", AS_IT_IS)}
+                "4bit",
+                "4 bits",
+                "gguf",
+                "bfloat16",
+                {"llama.cpp": (AS_IT_IS,), "openvino-genai": ("openvino-int4", AS_IT_IS)},
             ),
         )
     }

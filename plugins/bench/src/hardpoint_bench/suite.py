@@ -125,10 +125,13 @@ class Suite:
 
 
 def in_class(config: AppConfig, chosen: PrecisionClass) -> AppConfig:
-    """``config`` with the setting that puts our side into the class."""
+    """``config`` with the settings that put our side into the class."""
     engines = {
         name: engine.model_copy(
-            update={"model": engine.model.model_copy(update={"quantization": chosen.quantization, "dtype": "float32"})}
+            update={
+                "model": engine.model.model_copy(update={"quantization": chosen.quantization, "dtype": "float32"}),
+                "cache": engine.cache.model_copy(update={"kv_cache_dtype": chosen.kv_cache_dtype}),
+            }
         )
         for name, engine in config.engines.items()
     }

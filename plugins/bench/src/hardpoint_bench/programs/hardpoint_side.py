@@ -103,14 +103,15 @@ def _facts(llm: LLM, spec: Any, methods: dict[str, Any]) -> dict[str, Any]:
 
 def _precision(worker: Any, methods: dict[str, Any]) -> str:
     """``methods``: options of quantization plugins by name. What one of a stranger does, only its name can tell."""
-    dtype, method = worker.dtype, worker.quantization
+    dtype, method, kept = worker.dtype, worker.quantization, worker.kv_cache_dtype
+    cache = "" if kept == dtype else f", KV cache in {kept}"
     if method is None:
-        return f"{dtype} weights, activations and KV cache"
+        return f"{dtype} weights, activations and KV cache" if not cache else f"{dtype} weights and activations{cache}"
     if method not in _WEIGHTS:
-        return f"{method} weights, {dtype} elsewhere"
+        return f"{method} weights, {dtype} elsewhere{cache}"
     in_float = methods.get(method, {}).get("activations") == "float"
     if in_float:
-        return f"{_WEIGHTS[method]}, {dtype} activations, {dtype} elsewhere"
+        return f"{_WEIGHTS[method]}, {dtype} activations, {dtype} elsewhere{cache}"
     # What rounds that much anyway multiplies rounded numbers in attention as well, on processors with a unit for them.
     prompts = "" if worker.batch_invariant else "attention of prompts in bfloat16 where the processor multiplies it, "
-    return f"{_WEIGHTS[method]}, int8 activations in linear layers, {prompts}{dtype} elsewhere"
+    return f"{_WEIGHTS[method]}, int8 activations in linear layers, {prompts}{dtype} elsewhere{cache}"

@@ -1,7 +1,8 @@
 """What this machine reaches at its best with all threads, as one line of JSON: ``python peaks.py THREADS``.
 
 ``memory_read`` in bytes per second, ``fp32`` and ``int8`` in operations per second, the best of several tries each,
-through stock operators of ``torch``. None where an operator is missing on this machine.
+through stock operators of ``torch``. None where an operator is missing on this machine, or computes something else:
+there are processors on which one returns at once, with whatever its result's memory held.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def memory_read() -> float:
 
 
 def product(work: Callable[[int], Callable[[], object]]) -> float | None:
-    """Square matrices; the size that comes out best."""
+    """Square matrices; the size that comes out best. ``work`` raises ``RuntimeError`` where results are wrong."""
     try:
         return max(2 * size**3 / best(work(size)) for size in _SIZES)
     except (RuntimeError, NotImplementedError):
@@ -49,6 +50,7 @@ def fp32(size: int) -> Callable[[], object]:
 
 def int8_onednn(size: int) -> Callable[[], object]:
     a, b = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
+    require_close(torch._int_mm(a, b)[-1].double(), a[-1].double() @ b.double(), 0.0)
     return lambda: torch._int_mm(a, b)
 
 
@@ -57,7 +59,16 @@ def int8_dynamic(size: int) -> Callable[[], object]:
     scales, zeros, x = torch.full((size,), 0.05), torch.zeros(size), torch.randn(size, size)
     weight = torch.quantize_per_channel(torch.randn(size, size), scales, zeros, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(weight, None)
+    found = torch.ops.quantized.linear_dynamic(x, packed, reduce_range=False)
+    require_close(found[-1].double(), weight.dequantize().double() @ x[-1].double(), 0.05)
     return lambda: torch.ops.quantized.linear_dynamic(x, packed, reduce_range=False)
+
+
+def require_close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    """Raise ``RuntimeError`` for a difference above ``tolerance`` times the largest value (NaN: always)."""
+    worst = float((found - exact).abs().max() / exact.abs().max())
+    if not worst <= tolerance:
+        raise RuntimeError(f"wrong results: {worst} of the largest value away")
 
 
 def main() -> None:
