@@ -91,6 +91,16 @@ def test_bits_do_not_depend_on_chunks(native: NativeLibrary, head_size: int) -> 
         assert torch.equal(torch.cat([part for _, part in parts]), lse)
 
 
+@pytest.mark.parametrize("head_size", [32, 64])
+def test_bits_do_not_depend_on_when_stored_keys_become_floats(native: NativeLibrary, head_size: int) -> None:
+    """I5.2: few query rows widen bfloat16 as they multiply it, more rows all of it beforehand."""
+    whole = make_problem(shape_of(head_size=head_size), [(0, 300)])
+    expected, _ = run(native, whole, dtype=torch.bfloat16)
+    pieces = chunks(whole, [1, 2, 128, 131, 298, 299])
+    found = torch.cat([run(native, piece, dtype=torch.bfloat16)[0] for piece in pieces])
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 16])

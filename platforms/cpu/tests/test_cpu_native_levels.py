@@ -16,7 +16,8 @@ AMX = {*VNNI, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
     ("machine", "features", "expected"),
     [
         ("x86_64", AMX, "amx"),
-        ("x86_64", AMX - {"amx_bf16"}, "avx512_vnni"),
+        ("x86_64", AMX - {"amx_bf16"}, "avx512_bf16"),
+        ("x86_64", AMX - {"amx_bf16", "avx512_bf16"}, "avx512_vnni"),
         ("x86_64", VNNI, "avx512_vnni"),
         ("x86_64", AVX512 | {"avx_vnni"}, "avx512"),
         ("x86_64", AVX512 - {"avx512dq"}, "avx2"),
@@ -36,7 +37,7 @@ def test_the_best_level_needs_no_more_than_there_is(machine: str, features: set[
 
 
 def test_a_lower_level_may_be_asked_for_by_name() -> None:
-    for name in ("avx512_vnni", "avx512", "avx2", "generic"):
+    for name in ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "generic"):
         assert named_level(name, "x86_64", AMX).name == name
 
 
@@ -50,7 +51,7 @@ def test_a_level_that_does_not_run_says_what_is_missing() -> None:
 
 
 def test_an_unknown_level_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no level 'sse9'; allowed: auto, amx, avx512_vnni, .*generic"):
+    with pytest.raises(ValueError, match=r"no level 'sse9'; allowed: auto, amx, avx512_bf16, .*generic"):
         named_level("sse9", "x86_64", AMX)
 
 

@@ -69,7 +69,7 @@ class Step {
       : layer_(layer), rows_(rows), source_(source), tokens_(tokens), group_(layer.heads / layer.kv_heads) {
     const bool is_capped = layer.soft_cap != std::numeric_limits<float>::infinity();
     logits_ = {is_capped ? layer.scale : layer.scale * kLog2E, layer.soft_cap};
-    may_split_ = layer.parts > 0 && may_split();
+    may_split_ = layer.parts > 0 && may_split(layer.parts);
   }
 
   void run(Pool& pool, Arena& arena) const;
@@ -267,7 +267,9 @@ void Step::load_queries(const Item& item, float* queries) const {
 void Step::pass(const Visit& visit, const Found& found, const Found* next, Desk& desk) const {
   const Item& item = *visit.piece->item;
   const std::int64_t tile = visit.tile, rows = query_rows(item);
-  const TileView view = source_.load(found, tile * kTile, next, desk.room);
+  const bool in_pairs = rows <= kRowBlock && source_.keeps_pairs();
+  const TileView view = in_pairs ? source_.load_pairs(found, tile * kTile, next, desk.room)
+                                 : source_.load(found, tile * kTile, next, desk.room);
   Sum* kept = item.kept == nullptr ? nullptr : item.kept + (tile - item.first_tile) * rows;
   for (std::int64_t first = 0; first < rows; first += kRowBlock) {
     RowBlock block;
@@ -287,7 +289,7 @@ void Step::pass(const Visit& visit, const Found& found, const Found* next, Desk&
   }
 }
 
-// The same on a matrix unit.
+// The same in bfloat16.
 void Step::pass_split(const Visit& visit, const Found& found, Desk& desk) const {
   const Item& item = *visit.piece->item;
   const std::int64_t rows = query_rows(item), end = found.range.end;

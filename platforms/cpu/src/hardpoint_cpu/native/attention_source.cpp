@@ -161,7 +161,17 @@ TileView Source::load(const Found& found, std::int64_t position, const Found* ne
   const Range whole{found.range.begin / kColumns * kColumns, round_up(found.range.end, kColumns)};
   gather(found, whole, room);
   transpose_keys(room.keys, whole, head_size_, next, room.columns);
-  return {room.columns, room.values, position, head_size_, padded_};
+  return {room.columns, room.values, nullptr, nullptr, position, head_size_, padded_};
+}
+
+TileView Source::load_pairs(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const {
+  const Range whole{found.range.begin / kColumns * kColumns, round_up(found.range.end, kColumns)};
+  // A pair moves like a float, unread.
+  for (std::int64_t i = whole.begin; i < whole.end; ++i)
+    room.keys[i] = found.range.begin <= i && i < found.range.end ? reinterpret_cast<const float*>(found.keys[i]) : zeros;
+  transpose_keys(room.keys, whole, head_size_ / 2, next, room.columns);
+  const auto* pairs = reinterpret_cast<const bf16*>(room.columns);
+  return {nullptr, nullptr, pairs, found.values, position, head_size_, padded_};
 }
 
 }  // namespace hp

@@ -28,6 +28,11 @@ class Source {
   void find(std::int64_t row, std::int64_t head, std::int64_t position, Range range, Found& found) const;
   // and for kernels to read. `next`: what will be loaded afterwards, or null.
   TileView load(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const;
+  // The same without making floats of bfloat16, which pays where few rows look at them; only where `keeps_pairs()`.
+  bool keeps_pairs() const {
+    return stored_ == Stored::kBFloat16 && padded_ == head_size_ && head_size_ % (2 * vf::W) == 0;
+  }
+  TileView load_pairs(const Found& found, std::int64_t position, const Found* next, TileRoom& room) const;
   // Only where the keys and values of `whole` lie as floats, in `room`; zeros where `found` has none.
   void gather(const Found& found, Range whole, TileRoom& room) const;
 

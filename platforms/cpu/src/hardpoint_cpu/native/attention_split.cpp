@@ -1,19 +1,31 @@
 #include "attention_split.h"
 
+#include <cstring>
+#include <type_traits>
+
 #include "bf16_parts.h"
 
 namespace hp {
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
 namespace {
 
 using split::Half;
 
-constexpr std::int64_t kDepth = split::kDepth, kWide = amx::kTileRows, kValues = split::kTile;
+constexpr std::int64_t kDepth = split::kDepth, kWide = split::kTileRows, kValues = split::kTile;
 static_assert(kSplitBlock == split::kPairRows && kTile % kSplitBlock == 0 && kWide == vf::W);
 
 std::int64_t depth_blocks(const SplitRoom& room) { return ceil_div(room.head_size, kDepth); }
+
+struct Columns {
+  const Half *left, *right;  // [blocks][parts][16][32]; `right` may be `left`, where there is no other
+  std::int64_t apart;        // from block to block
+};
+
+#if defined(__AMX_BF16__)
+
+using Unit = amx::Tiles;
 
 // Sums of twice sixteen rows with twice sixteen columns are registers 0 to 3, rows 4 and 5, columns 6 and 7.
 template <bool Both>
@@ -34,11 +46,6 @@ inline __attribute__((always_inline)) void add() {
   if constexpr (Both) _tile_dpbf16ps(2, 5, 6);
   if constexpr (Both) _tile_dpbf16ps(3, 5, 7);
 }
-
-struct Columns {
-  const Half *left, *right;  // [blocks][parts][16][32]; `right` may be `left`, where there is no other
-  std::int64_t apart;        // from block to block
-};
 
 // Rows [blocks][parts][32][32] times columns, into lines `stride` apart. Small products come first, each sharing a side
 // with the one before.
@@ -83,6 +90,52 @@ void multiply(const Half* rows, Columns columns, std::int64_t blocks, float* tar
     if (columns.right != columns.left) _tile_stored(3, target + kWide * stride + kWide, bytes);
   }
 }
+
+#else
+
+struct Unit {};  // vectors need no leave
+
+// R rows with one or two vectors of columns; every sum is one chain over the inputs, two of which are added at a time.
+template <int R, int N>
+inline __attribute__((always_inline)) void multiply_rows(const Half* rows, Columns columns, std::int64_t blocks,
+                                                         float* target, std::int64_t stride) {
+  __m512 sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < N; ++j) sums[r][j] = _mm512_setzero_ps();
+  for (; blocks > 0; --blocks, rows += split::kPairSize) {
+    for (std::int64_t pair = 0; pair < kDepth; pair += 2) {
+      const __m512i values[2] = {_mm512_loadu_si512(columns.left + pair * kWide),
+                                 _mm512_loadu_si512(columns.right + pair * kWide)};
+      for (int r = 0; r < R; ++r) {
+        std::int32_t both;
+        std::memcpy(&both, rows + r * kDepth + pair, sizeof(both));
+        const __m512i spread = _mm512_set1_epi32(both);
+        for (int j = 0; j < N; ++j) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)values[j], (__m512bh)spread);
+      }
+    }
+    columns.left += columns.apart;
+    columns.right += columns.apart;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < N; ++j) _mm512_storeu_ps(target + r * stride + j * kWide, sums[r][j]);
+}
+
+// Rows [blocks][32][32] times columns, into lines `stride` apart. More parts than one would be slower than floats.
+template <int Parts, bool Both>
+void multiply(const Half* rows, Columns columns, std::int64_t blocks, float* target, std::int64_t stride) {
+  static_assert(Parts == 1);
+  constexpr int kHeld = 8;
+  const bool is_pair = columns.left != columns.right;
+  for (std::int64_t first = 0; first < (Both ? 2 : 1) * kWide; first += kHeld) {
+    if (is_pair) {
+      multiply_rows<kHeld, 2>(rows + first * kDepth, columns, blocks, target + first * stride, stride);
+    } else {
+      multiply_rows<kHeld, 1>(rows + first * kDepth, columns, blocks, target + first * stride, stride);
+    }
+  }
+}
+
+#endif
 
 // Sixteen keys as columns: [blocks][parts][16 pairs of entries][16 keys][2].
 template <int Parts>
@@ -129,7 +182,7 @@ void attend_in(const SplitBlock& block, std::int64_t end, float cap, const Split
   const std::int64_t stop = round_up(end, kSplitBlock), columns = room.padded_size / kWide;
   const Half* queries = room.queries + block.first / kSplitBlock * depths * split::kPairBlockOf<Parts>;
   {
-    const amx::Tiles registers;
+    [[maybe_unused]] const Unit registers;
     for (std::int64_t key = 0; key < stop; key += kSplitBlock) {
       const Half* keys = room.keys + key / kWide * key_size;
       multiply<Parts, Both>(queries, {keys, keys + key_size, Parts * kValues}, depths, room.logits + key, kTile);
@@ -146,7 +199,7 @@ void attend_in(const SplitBlock& block, std::int64_t end, float cap, const Split
     totals[r] = soften(room.logits + r * kTile, block.seen[r], all, sums[r].largest);
   for (std::int64_t r = 0; r < block.rows; ++r) sums[r].weight = sum(totals[r]);
   split::split_rows<Parts>(room.logits, kTile, block.rows, stop, 0, stop, room.weights);
-  const amx::Tiles registers;
+  [[maybe_unused]] const Unit registers;
   for (std::int64_t column = 0; column < columns; column += 2) {
     const Half* values = room.values + column * Parts * kValues;
     const Half* right = column + 1 < columns ? values + Parts * kValues : values;
@@ -160,12 +213,31 @@ void attend_split_in(const SplitBlock& block, std::int64_t end, float cap, const
   (block.rows > kWide ? attend_in<Parts, true> : attend_in<Parts, false>)(block, end, cap, room, sums);
 }
 
+#if defined(__AMX_BF16__)
+constexpr int kMostParts = split::kParts;
+#else
+constexpr int kMostParts = 1;
+#endif
+
+// `call` with the number of parts as a constant.
+template <class Call>
+auto with_parts(int parts, Call&& call) {
+  if constexpr (kMostParts == split::kParts) {
+    if (parts == split::kParts) return call(std::integral_constant<int, split::kParts>{});
+  }
+  return call(std::integral_constant<int, 1>{});
+}
+
 }  // namespace
 
-bool may_split() { return amx::is_allowed(); }
+#if defined(__AMX_BF16__)
+bool may_split(int) { return amx::is_allowed(); }
+#else
+bool may_split(int parts) { return parts <= kMostParts; }
+#endif
 
 SplitRoom take_split_room(Arena& arena, int parts, std::int64_t rows, std::int64_t head_size, std::int64_t padded_size) {
-  require(parts == 1 || parts == 3, "floats are taken apart into 1 or 3 parts, not ", parts);
+  require(parts == 1 || parts == kMostParts, "floats are taken apart into 1 or ", kMostParts, " parts, not ", parts);
   const std::int64_t depth = round_up(head_size, kDepth);
   SplitRoom room{parts, head_size, padded_size, nullptr, nullptr, nullptr, nullptr, nullptr};
   room.queries = arena.take<Half>(parts * round_up(rows, kSplitBlock) * depth);
@@ -181,29 +253,27 @@ void split_queries(const float* queries, std::int64_t rows, const SplitRoom& roo
   for (std::int64_t first = 0; first < rows; first += kSplitBlock) {
     const float* from = queries + first * room.head_size;
     Half* target = room.queries + first * depth * room.parts;
-    if (room.parts == 1) {
-      split::split_rows<1>(from, room.head_size, rows - first, room.head_size, 0, depth, target);
-    } else {
-      split::split_rows<3>(from, room.head_size, rows - first, room.head_size, 0, depth, target);
-    }
+    with_parts(room.parts, [&](auto parts) {
+      split::split_rows<parts()>(from, room.head_size, rows - first, room.head_size, 0, depth, target);
+    });
   }
 }
 
 void split_tile(const float* const* keys, const float* const* values, std::int64_t end, const SplitRoom& room) {
-  (room.parts == 1 ? split_tile_in<1> : split_tile_in<3>)(keys, values, end, room);
+  with_parts(room.parts, [&](auto parts) { split_tile_in<parts()>(keys, values, end, room); });
 }
 
 void attend_split(const SplitBlock& block, std::int64_t end, float cap, const SplitRoom& room, Sum* sums) {
-  (room.parts == 1 ? attend_split_in<1> : attend_split_in<3>)(block, end, cap, room, sums);
+  with_parts(room.parts, [&](auto parts) { attend_split_in<parts()>(block, end, cap, room, sums); });
 }
 
 #else
 
 namespace {
-[[noreturn]] void refuse() { fail("this level has no matrix unit for bfloat16"); }
+[[noreturn]] void refuse() { fail("this level has no instructions for bfloat16"); }
 }  // namespace
 
-bool may_split() { return false; }
+bool may_split(int) { return false; }
 SplitRoom take_split_room(Arena&, int, std::int64_t, std::int64_t, std::int64_t) { refuse(); }
 void split_queries(const float*, std::int64_t, const SplitRoom&) { refuse(); }
 void split_tile(const float* const*, const float* const*, std::int64_t, const SplitRoom&) { refuse(); }

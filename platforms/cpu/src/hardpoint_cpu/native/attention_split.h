@@ -1,4 +1,5 @@
-// Many query rows against a tile of keys on a matrix unit: products as sums of products of bfloat16 (bf16_parts.h).
+// Many query rows against a tile of keys: products as sums of products of bfloat16 (bf16_parts.h), on a matrix unit or
+// in vectors.
 #pragma once
 
 #include "attention_tile.h"
@@ -9,8 +10,8 @@ inline constexpr std::int64_t kSplitBlock = 32;  // query rows that go through a
 // Query rows for which it pays to take a tile of keys and values apart.
 inline constexpr std::int64_t kSplitRows = 64;
 
-// Whether this processor and system have what the rest of this file needs.
-bool may_split();
+// Whether this processor and system have what the rest of this file needs, and are faster at it than with floats.
+bool may_split(int parts);
 
 // What a thread works with. `parts`: of how many bfloat16 a float is the sum: 3 keep all of it, 1 only its first bits.
 struct SplitRoom {

@@ -21,9 +21,38 @@ void score(const float* queries, const float* keys, std::int64_t head_size, floa
     for (int j = 0; j < kVectors; ++j) sums[r][j].store(logits + r * kTile + j * vf::W);
 }
 
+// The same of keys in bfloat16, two entries in a lane.
+template <int R>
+void score_pairs(const float* queries, const bf16* pairs, std::int64_t head_size, float* logits) {
+  vf sums[R][kVectors];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kVectors; ++j) sums[r][j] = vf::set(0.0f);
+  for (std::int64_t d = 0; d < head_size; d += 2, pairs += 2 * kTile) {
+    vf first[kVectors], second[kVectors];
+    for (int j = 0; j < kVectors; ++j) first[j] = first_of_pairs(pairs + 2 * j * vf::W);
+    for (int j = 0; j < kVectors; ++j) second[j] = second_of_pairs(pairs + 2 * j * vf::W);
+    for (int r = 0; r < R; ++r) {
+      const vf q = vf::set(queries[r * head_size + d]), then = vf::set(queries[r * head_size + d + 1]);
+      for (int j = 0; j < kVectors; ++j) sums[r][j] = fma(then, second[j], fma(q, first[j], sums[r][j]));
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kVectors; ++j) sums[r][j].store(logits + r * kTile + j * vf::W);
+}
+
+// How values lie: as floats, or as bfloat16.
+struct AsFloats {
+  const float* const* lines;
+  vf load(std::int64_t k, std::int64_t column) const { return vf::load(lines[k] + column); }
+};
+struct AsHalves {
+  const char* const* lines;
+  vf load(std::int64_t k, std::int64_t column) const { return widen_row(lines[k] + column * std::int64_t{sizeof(bf16)}); }
+};
+
 // N vectors of the values of keys `range`, weighed for R rows; each entry is one chain over the keys.
-template <int R, int N>
-void weigh(const float* weights, const float* const* values, Range range, std::int64_t column, const Found* next,
+template <int R, int N, class Values>
+void weigh(const float* weights, Values values, Range range, std::int64_t column, const Found* next,
            const Sum* sums) {
   static const Found nothing{};
   Ahead ahead(next == nullptr ? nothing.values : next->values, next == nullptr ? nothing : *next,
@@ -32,10 +61,9 @@ void weigh(const float* weights, const float* const* values, Range range, std::i
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < N; ++j) acc[r][j] = vf::set(0.0f);
   for (std::int64_t k = range.begin; k < range.end; ++k) {
-    const float* line = values[k] + column;
     if (next != nullptr) ahead.ask();
     vf v[N];
-    for (int j = 0; j < N; ++j) v[j] = vf::load(line + j * vf::W);
+    for (int j = 0; j < N; ++j) v[j] = values.load(k, column + j * vf::W);
     for (int r = 0; r < R; ++r) {
       const vf w = vf::set(weights[r * kTile + k]);
       for (int j = 0; j < N; ++j) acc[r][j] = fma(w, v[j], acc[r][j]);
@@ -117,6 +145,15 @@ __attribute__((noinline)) vf soften(float* line, Range seen, Range all, float la
 
 namespace {
 
+template <int R, class Values>
+void weigh_all(const TileView& tile, Values values, const float* weights, Range all, const Found* next, const Sum* sums) {
+  std::int64_t column = 0;
+  for (; column + kColumns <= tile.padded_size; column += kColumns, next = nullptr)
+    weigh<R, kVectors>(weights, values, all, column, next, sums);
+  for (; column < tile.padded_size; column += vf::W, next = nullptr)
+    weigh<R, 1>(weights, values, all, column, next, sums);
+}
+
 template <int R>
 void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logits, const Found* next, Sum* sums) {
   Range all{kTile, 0};
@@ -125,8 +162,13 @@ void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logi
     all.begin = std::min(all.begin, block.seen[r].begin);
     all.end = std::max(all.end, block.seen[r].end);
   }
-  for (std::int64_t k = all.begin / kColumns * kColumns; k < all.end; k += kColumns)
-    score<R>(block.queries, tile.keys + k, tile.head_size, block.logits + k);
+  for (std::int64_t k = all.begin / kColumns * kColumns; k < all.end; k += kColumns) {
+    if (tile.pairs != nullptr) {
+      score_pairs<R>(block.queries, tile.pairs + 2 * k, tile.head_size, block.logits + k);
+    } else {
+      score<R>(block.queries, tile.keys + k, tile.head_size, block.logits + k);
+    }
+  }
   for (int r = 0; r < R; ++r) {
     float* line = block.logits + r * kTile;
     adjust(line, block.seen[r], logits.cap, block.slopes[r], block.places[r] - tile.position);
@@ -136,11 +178,11 @@ void attend_rows(const TileView& tile, const RowBlock& block, const Logits& logi
   vf totals[R];
   for (int r = 0; r < R; ++r) totals[r] = soften(block.logits + r * kTile, block.seen[r], all, sums[r].largest);
   for (int r = 0; r < R; ++r) sums[r].weight = sum(totals[r]);
-  std::int64_t column = 0;
-  for (; column + kColumns <= tile.padded_size; column += kColumns, next = nullptr)
-    weigh<R, kVectors>(block.logits, tile.values, all, column, next, sums);
-  for (; column < tile.padded_size; column += vf::W, next = nullptr)
-    weigh<R, 1>(block.logits, tile.values, all, column, next, sums);
+  if (tile.pairs != nullptr) {
+    weigh_all<R>(tile, AsHalves{tile.halves}, block.logits, all, next, sums);
+  } else {
+    weigh_all<R>(tile, AsFloats{tile.values}, block.logits, all, next, sums);
+  }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "bf16.h"
 #include "common.h"
 #include "simd.h"
 
@@ -61,9 +62,14 @@ class Ahead {
 };
 
 // One tile as rows see it. `keys` [head size][kTile] holds keys by columns, zeros where nobody looks.
+//
+// Or, where `pairs` is not null, both are bfloat16 as they are stored: `pairs` [head size / 2][kTile] holds two entries
+// of a key in a lane, the first in its lower half, and `halves` says where values lie. Sums have the same bits.
 struct TileView {
   const float* keys;
   const float* const* values;  // [kTile]
+  const bf16* pairs;
+  const char* const* halves;   // [kTile]
   std::int64_t position;       // of the tile's first key
   std::int64_t head_size, padded_size;
 };

@@ -16,6 +16,25 @@ inline float widen(bf16 value) {
   return wide;
 }
 
+// vf::W values in a row.
+#if defined(__AVX512F__)
+inline vf widen_row(const void* p) {
+  const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline vf widen_row(const void* p) {
+  const __m128i halves = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16))};
+}
+#else
+inline vf widen_row(const void* p) {
+  vf made;
+  for (int i = 0; i < vf::W; ++i) made.v[i] = widen(static_cast<const bf16*>(p)[i]);
+  return made;
+}
+#endif
+
 // Of vf::W pairs at `p`: all first values, all second values.
 #if defined(__AVX512F__)
 inline vf first_of_pairs(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }

@@ -1,21 +1,22 @@
-// Floats as sums of bfloat16, for matrix units that know only these: a float32 is the sum of three bfloat16 of eight bits
+// Floats as sums of bfloat16, for instructions that multiply only these: a float32 is the sum of three bfloat16 of eight bits
 // each, and a product of two floats that of six pairs of these; the three pairs left out are below the last bit of
 // the product. (Henry, Tang, Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-// computations", 2019.) Sums are float32 as elsewhere. Six times the work at seventeen times the speed of vectors.
+// computations", 2019.) Sums are float32 as elsewhere. Six times the work at seventeen times the speed of vectors, on a
+// matrix unit; vectors of bfloat16 are twice as fast as those of floats, which pays for one part only.
 //
 // Two things differ from vectors: what is infinite gives NaN, and parts below the least normal float count as zero.
 #pragma once
 
 #include "amx.h"
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
 #include "common.h"
 
 namespace hp::split {
 
-inline constexpr std::int64_t kDepth = 32;                        // inputs of a tile
-inline constexpr std::int64_t kTile = amx::kTileRows * kDepth;    // values of a tile
+inline constexpr std::int64_t kTileRows = 16, kDepth = 32;  // rows of a tile and inputs
+inline constexpr std::int64_t kTile = kTileRows * kDepth;
 inline constexpr int kParts = 3;
 
 using Half = std::uint16_t;
@@ -50,7 +51,7 @@ inline void split_pair(__m512 first, __m512 second, Half* target, std::int64_t a
 }
 
 // Rows of activations as tiles want them, two tiles at once: [blocks of 32 inputs][parts][32 rows][32].
-inline constexpr std::int64_t kPairRows = 2 * amx::kTileRows;
+inline constexpr std::int64_t kPairRows = 2 * kTileRows;
 inline constexpr std::int64_t kPairSize = kPairRows * kDepth;
 template <int Parts>
 inline constexpr std::int64_t kPairBlockOf = Parts * kPairSize;

@@ -24,11 +24,14 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_FLAGS = (*_AVX2_FLAGS, *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"))
 _VNNI = (*_AVX512, "avx512_vnni")
 _VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
-_AMX = (*_VNNI, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
-_AMX_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_BF16 = (*_VNNI, "avx512_bf16")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
+_AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 LEVELS: tuple[Level, ...] = (
     Level("amx", "x86_64", frozenset(_AMX), _AMX_FLAGS),
+    Level("avx512_bf16", "x86_64", frozenset(_BF16), _BF16_FLAGS),
     Level("avx512_vnni", "x86_64", frozenset(_VNNI), _VNNI_FLAGS),
     Level("avx512", "x86_64", frozenset(_AVX512), _AVX512_FLAGS),
     Level("avx2_vnni", "x86_64", frozenset((*_AVX2, "avx_vnni")), (*_AVX2_FLAGS, "-mavxvnni")),

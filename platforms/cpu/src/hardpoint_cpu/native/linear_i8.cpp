@@ -34,6 +34,8 @@ constexpr std::int64_t kInputStep = Lanes::kGroup * kMostChains;
 // Activations that one chunk reads over and over, so that they stay in a core's second-level cache.
 constexpr std::int64_t kRowBytes = vf::W == 16 ? 1 << 20 : 256 << 10;
 constexpr std::int64_t kChunksPerThread = 8;
+// Rows for which a chunk takes long enough that waiting for the last one counts.
+constexpr std::int64_t kManyRows = 64, kSmallChunksPerThread = 24;
 constexpr std::int64_t kTileRows = 16;
 
 // body(0), ..., body(N - 1), written out one after the other: sums stay in registers only so.
@@ -140,7 +142,7 @@ class LinearI8 final : public Linear {
     const std::int64_t padded_rows = tiled ? round_up(rows, kTileRows) : rows;
     const i8::Rows quantized = i8::quantize(x, x_stride, rows, inputs, padded_, padded_rows, pool, arena);
     const Output out{y, y_stride, into};
-    const std::int64_t wanted = kChunksPerThread * pool.size();
+    const std::int64_t wanted = (rows < kManyRows ? kChunksPerThread : kSmallChunksPerThread) * pool.size();
     const std::int64_t width = std::max<std::int64_t>(1, panels_ / wanted), columns = ceil_div(panels_, width);
     const std::int64_t fitting = std::max<std::int64_t>(1, kRowBytes / (padded_ * std::int64_t{sizeof(Lanes::Input)}));
     const std::int64_t height = std::min(rows, round_up(fitting, 2 * kTileRows));

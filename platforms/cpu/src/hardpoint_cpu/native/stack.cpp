@@ -5,6 +5,10 @@
 namespace hp {
 namespace {
 
+// Rows that go through a feed-forward together: its wide intermediates stay in caches.
+constexpr std::int64_t kFeedForwardRows = 256;
+
+
 void check(const Block& block, std::int64_t index, std::int64_t hidden_size) {
   require(block.qkv && block.o && block.gate_up && block.down && block.attention, "block ", index, " lacks a part");
   require(block.input_norm.weight && block.feed_forward_norm.weight, "block ", index, " lacks a norm");
@@ -65,33 +69,38 @@ void Stack::attend(std::int64_t index, const StackStep& step, float* qkv, float*
                 pool, arena);
 }
 
-void Stack::add_output(const Linear& linear, const float* x, std::int64_t x_stride, Norm norm, const StackStep& step,
+void Stack::add_output(const Linear& linear, const float* x, std::int64_t x_stride, Norm norm, const RowView& stream,
                        Pool& pool, Arena& arena) const {
   if (norm.weight == nullptr) {
-    linear.run(x, x_stride, step.tokens, step.hidden, hidden_size_, Into::kAdd, pool, arena);
+    linear.run(x, x_stride, stream.count, stream.data, hidden_size_, Into::kAdd, pool, arena);
     return;
   }
   const Arena::Scope scope(arena);
-  float* output = arena.take<float>(step.tokens * hidden_size_);
-  linear.run(x, x_stride, step.tokens, output, hidden_size_, Into::kStore, pool, arena);
-  add_rms_norm({output, step.tokens, hidden_size_, hidden_size_}, norm, step.hidden, hidden_size_, pool);
+  float* output = arena.take<float>(stream.count * hidden_size_);
+  linear.run(x, x_stride, stream.count, output, hidden_size_, Into::kStore, pool, arena);
+  add_rms_norm({output, stream.count, hidden_size_, hidden_size_}, norm, stream.data, hidden_size_, pool);
 }
 
 void Stack::after_attention(std::int64_t index, const StackStep& step, const float* attended, Pool& pool,
                             Arena& arena) const {
   const Block& layer = block(index);
-  const std::int64_t width = layer.gate_up->outputs;
+  const std::int64_t width = layer.gate_up->outputs, chunks = ceil_div(step.tokens, kFeedForwardRows);
+  const std::int64_t height = ceil_div(step.tokens, std::max<std::int64_t>(chunks, 1));
   const Arena::Scope scope(arena);
-  add_output(*layer.o, attended, layer.o->inputs, layer.attention_output_norm, step, pool, arena);
-  float* normed = arena.take<float>(step.tokens * hidden_size_);
-  float* gate_up = arena.take<float>(step.tokens * width);
-  const RowView stream{step.hidden, step.tokens, hidden_size_, hidden_size_};
-  rms_norm(stream, layer.feed_forward_norm, normed, hidden_size_, pool);
-  layer.gate_up->run(normed, hidden_size_, step.tokens, gate_up, width, Into::kStore, pool, arena);
-  apply_gate({gate_up, step.tokens, width, width}, layer.gate, pool);
-  add_output(*layer.down, gate_up, width, layer.feed_forward_output_norm, step, pool, arena);
+  const RowView all{step.hidden, step.tokens, hidden_size_, hidden_size_};
+  add_output(*layer.o, attended, layer.o->inputs, layer.attention_output_norm, all, pool, arena);
+  float* normed = arena.take<float>(height * hidden_size_);
+  float* gate_up = arena.take<float>(height * width);
+  for (std::int64_t first = 0; first < step.tokens; first += height) {
+    const RowView stream{step.hidden + first * hidden_size_, std::min(height, step.tokens - first), hidden_size_,
+                         hidden_size_};
+    rms_norm(stream, layer.feed_forward_norm, normed, hidden_size_, pool);
+    layer.gate_up->run(normed, hidden_size_, stream.count, gate_up, width, Into::kStore, pool, arena);
+    apply_gate({gate_up, stream.count, width, width}, layer.gate, pool);
+    add_output(*layer.down, gate_up, width, layer.feed_forward_output_norm, stream, pool, arena);
+  }
   if (index + 1 == static_cast<std::int64_t>(blocks_.size()) && final_norm_.weight != nullptr)
-    rms_norm(stream, final_norm_, step.hidden, hidden_size_, pool);
+    rms_norm(all, final_norm_, step.hidden, hidden_size_, pool);
 }
 
 void Stack::run(const StackStep& step, Pool& pool, Arena& arena) const {

@@ -50,7 +50,7 @@ class Stack {
  private:
   const Block& block(std::int64_t index) const;
   void attend(std::int64_t index, const StackStep& step, float* qkv, float* attended, Pool& pool, Arena& arena) const;
-  void add_output(const Linear& linear, const float* x, std::int64_t x_stride, Norm norm, const StackStep& step,
+  void add_output(const Linear& linear, const float* x, std::int64_t x_stride, Norm norm, const RowView& stream,
                   Pool& pool, Arena& arena) const;
 
   std::vector<Block> blocks_;
