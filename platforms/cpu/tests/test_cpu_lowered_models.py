@@ -53,18 +53,25 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 BAMBA = {"mamba_n_heads": 6, "mamba_d_state": 8, "attn_layer_indices": [1]}
+NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
     "llama_biased": ("LlamaForCausalLM", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralForCausalLM", {"head_dim": 16, "sliding_window": 7}),
     "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 64}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA),
+    "phi3": ("Phi3ForCausalLM", {**NO_IDS, "head_dim": 16, "rope_parameters": PARTLY_ROTATED}),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("MixtralForCausalLM", {"head_dim": 16, "num_local_experts": 4}, "MixtureOfExperts"),
     "deepseek": ("DeepseekV2ForCausalLM", DEEPSEEK, "LatentAttention"),
     "bamba": ("BambaForCausalLM", BAMBA, "HybridStack"),
+    "granite": ("GraniteForCausalLM", {"head_dim": 16, "residual_multiplier": 0.3}, "scales what it adds"),
+    "olmo2": ("Olmo2ForCausalLM", {**NO_IDS, "head_dim": 16}, "not normalized"),
+    "smollm3": ("SmolLM3ForCausalLM", {**NO_IDS, "head_dim": 16, "no_rope_layers": [1, 0, 1]}, "do not rotate"),
 }
 STEPS: list[dict[str, list[int]]] = [
     {"a": [3, 14, 15, 92, 65]},
