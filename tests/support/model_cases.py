@@ -10,6 +10,7 @@ from typing import Any
 
 from hardpoint_testing_torch import ParityCase
 from model_cases_decoders import DECODER_CASES
+from model_cases_encdec import ENCODER_DECODER_CASES
 from model_cases_moe import MOE_CASES
 from model_cases_pooling import POOLING_CASES
 
@@ -210,6 +211,7 @@ _LISTED: tuple[ParityCase, ...] = (
         "one dense layer, renormalized, tied",
         limits=_ROUTED,
     ),
+    *ENCODER_DECODER_CASES,
     *MOE_CASES,
     *POOLING_CASES,
 )

@@ -161,6 +161,7 @@ def prepare(
             limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             embedding_size=(info.config.get("text_config") or info.config).get("hidden_size"),
+            decoder_prompt=tuple(info.generation.get("decoder_prompt_token_ids", ())),
             max_step_tokens=_step_bound(plan, info, limits),
             **config.server.model_dump(include={"max_logprobs", "max_n", "max_prompts"}),
         ),
@@ -260,8 +261,7 @@ def _block_size_rules(runtime: PluginRuntime, platform: Platform, settings: Engi
     rules = {}
     for planned in runtime.plan.of("attention_backend"):
         manifest = load_manifest(planned) if planned.name in candidates else None
-        if manifest is not None and BLOCK_SIZES_CAPABILITY in manifest.capabilities:
-            stated = manifest.capabilities[BLOCK_SIZES_CAPABILITY]
+        if manifest is not None and (stated := manifest.capabilities.get(BLOCK_SIZES_CAPABILITY)) is not None:
             rules[planned.name] = BlockSizeRule.from_capability(stated, planned.label)
     return rules
 

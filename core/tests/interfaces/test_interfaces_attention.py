@@ -48,6 +48,7 @@ LATER: dict[str, Any] = {
     "per_head_scales": True,
     "needs_lse": True,
     "dcp_size": 2,
+    "uses_relative_bias": True,
 }
 
 

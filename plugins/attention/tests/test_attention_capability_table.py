@@ -93,7 +93,7 @@ def _asked(word: str) -> dict[str, Any]:
             return {"needs_lse": True}
         case "per_head_scales" | "keeps_prompt":
             return {name: True}
-        case "mla" | "alibi" | "sinks" | "mm_prefix" | "row_causality" | "sparse":
+        case "mla" | "alibi" | "sinks" | "mm_prefix" | "row_causality" | "sparse" | "relative_bias":
             return {f"uses_{name}": True}
     raise ValueError(f"the layer word {word!r} is none of the table's")
 

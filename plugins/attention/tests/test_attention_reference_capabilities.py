@@ -46,6 +46,7 @@ FEATURES: list[dict[str, Any]] = [
     {"uses_row_causality": True},
     {"per_head_scales": True, "needs_lse": True},
     {"dcp_size": 4},
+    {"uses_relative_bias": True, "sliding_window": 7},
     {"kind": AttentionKind.ENCODER_DECODER},
     {"kind": AttentionKind.ENCODER},
 ]

@@ -149,6 +149,8 @@ class TestNeedsOfLayers:
             ({"logits_soft_cap": 30.0}, {"logits_soft_cap": 30.0}),
             ({"alibi_slopes": [0.5] * 4}, {"uses_alibi": True}),
             ({"sinks": torch.zeros(4)}, {"uses_sinks": True}),
+            ({"relative_bias": torch.zeros(4, 9)}, {"uses_relative_bias": True}),
+            ({"kind": AttentionKind.ENCODER_DECODER, "max_encoder_tokens": 9}, {"kind": AttentionKind.ENCODER_DECODER}),
             ({"key_scale": torch.ones(1), "value_scale": torch.ones(1)}, {"per_head_scales": False}),
             ({"key_scale": torch.ones(1), "value_scale": torch.ones(2)}, {"per_head_scales": True}),
         ],

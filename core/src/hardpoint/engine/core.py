@@ -83,9 +83,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` would do something now; False while paused or idle."""
-        if self._outbox or self._lost_worker is not None:
-            return True
-        return self.dead_reason is None and self._pipeline.has_work()
+        is_running = self.dead_reason is None and self._pipeline.has_work()
+        return is_running or bool(self._outbox) or self._lost_worker is not None
 
     def next_deadline(self) -> float | None:
         """Absolute seconds of the earliest deadline, possibly of a request that ended already."""

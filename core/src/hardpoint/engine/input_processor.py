@@ -6,13 +6,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
 
 import msgspec
 
 from hardpoint.engine import validation
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
-from hardpoint.interfaces.request import EngineRequest, Int32Array, OutputKind, PoolingParams, SamplingParams
+from hardpoint.interfaces.request import EngineRequest, Feature, Int32Array, OutputKind, PoolingParams, SamplingParams
 from hardpoint.interfaces.tokenizer import Tokenizer
 
 _INT64 = 2**64
@@ -73,7 +75,11 @@ class InputProcessor:
         validation.validate_options(options)
         task = task_of(params)
         ids = self.tokenize(prompt, task) if token_ids is None else token_ids
-        checked, pooling = _NOTHING_SAMPLED, None
+        checked, pooling, features = _NOTHING_SAMPLED, None, validation.validate_features(prompt.features)
+        if self._limits.decoder_prompt and not features:
+            facts: dict[str, Any] = {"content_hash": sha256(ids.tobytes()).hexdigest(), "data": {"token_ids": ids}}
+            features = (Feature(modality="text", offset=0, length=1, num_encoder_tokens=len(ids), **facts),)
+            ids = validation.validate_token_ids(self._limits.decoder_prompt, self._limits)
         if isinstance(params, PoolingParams):
             pooling = validation.validate_pooling(params, self._limits)
         else:
@@ -83,6 +89,7 @@ class InputProcessor:
             EngineRequest(
                 request_id=request_id if checked.n == 1 else f"{request_id}-{index}",
                 prompt_token_ids=ids,
+                features=features,
                 sampling=_child_params(checked, index),
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,

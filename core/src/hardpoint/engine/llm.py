@@ -146,7 +146,7 @@ class LLM(ModelFront, AbstractContextManager["LLM"]):
         """Nobody reads in between, so only a final output is made. Odd types are left for the validator to refuse."""
         ids = self._frontend.inputs.tokenize(prompt)
         if params is None:
-            room = self.limits.max_model_len - len(ids)
+            room = self.limits.max_model_len - len(self.limits.decoder_prompt or ids)
             params = SamplingParams(max_tokens=min(DEFAULT_MAX_TOKENS, room))
         if isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)

@@ -75,8 +75,7 @@ class SequenceState:
         return used
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
     def num_unread_logprobs(self) -> int:

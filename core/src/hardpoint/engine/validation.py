@@ -15,11 +15,11 @@ import numpy as np
 
 from hardpoint.errors import InvalidRequestError
 from hardpoint.interfaces.engine import ModelLimits, Prompt, RequestOptions
-from hardpoint.interfaces.request import POOLING_METHODS, Int32Array, PoolingParams, SamplingParams
+from hardpoint.interfaces.request import POOLING_METHODS, Feature, Int32Array, PoolingParams, SamplingParams
 
 MAX_CHARS_PER_TOKEN = 64
 MAX_EXTENSION_BYTES = 64 * 1024
-_StructT = TypeVar("_StructT", SamplingParams, PoolingParams, RequestOptions)
+_StructT = TypeVar("_StructT", SamplingParams, PoolingParams, RequestOptions, Feature)
 _TOO_LONG = "context_length_exceeded"
 _LABEL = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _PATH = re.compile(r"\$\.(\w+)")
@@ -124,6 +124,11 @@ def _check_prompt_len(num_tokens: int, limits: ModelLimits, room: int) -> None:
     most = limits.max_step_tokens or limits.max_model_len
     message = f"the prompt has {num_tokens} tokens and is computed in one step; --max-num-batched-tokens allows {most}"
     _require(num_tokens <= most, message, "prompt", _TOO_LONG)
+
+
+def validate_features(features: Any) -> tuple[Feature, ...]:
+    """The same features with exact types; what they hold is for the model to judge."""
+    return tuple(_typed(one, Feature, "features") for one in (features if isinstance(features, tuple) else [features]))
 
 
 def validate_options(options: RequestOptions) -> None:

@@ -58,6 +58,7 @@ class AttentionNeed:
         uses_sparse: a query sees only those keys that an index of the model selects.
         per_head_scales: scales of a quantized cache may have one entry per KV head.
         needs_lse: ``forward_with_lse`` will be called. dcp_size: ranks that a row's context is dealt out among.
+        uses_relative_bias: layers have a ``relative_bias``.
     """
 
     num_heads: int
@@ -82,6 +83,7 @@ class AttentionNeed:
     per_head_scales: bool = False
     needs_lse: bool = False
     dcp_size: int = 1
+    uses_relative_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class AttentionLayerParams:
         scale: multiplies query-key products, before ``logits_soft_cap`` c makes them ``c * tanh(x / c)``.
         sliding_window, chunk_size, keeps_prompt: what is visible, see ``CommonAttentionMetadata``.
         alibi_slopes: [H]; ``slope * (k - q)`` is added to the (capped) score of query position q and key position k.
+        relative_bias: float32 [H, N]; what it holds for the distance ``q - k``, or for the nearest one from 0 to N - 1,
+            is added to the (capped) score of query position q and key position k.
         sinks: float32 [H], an extra logit per head that takes part in the softmax and has no value.
         key_scale, value_scale: float32 [1] or [K] of a cache quantized per tensor or per head, where real values are
             ``stored * scale``. None: 1. See ``AttentionImpl``.
@@ -113,6 +117,7 @@ class AttentionLayerParams:
     keeps_prompt: bool = False
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    relative_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

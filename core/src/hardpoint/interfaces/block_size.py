@@ -38,9 +38,7 @@ class BlockSizeRule:
         return " or ".join((*multiples, *map(str, sorted(self.exact))))
 
     def accepts(self, block_size: int) -> bool:
-        if block_size in self.exact:
-            return True
-        return self.multiple_of is not None and block_size % self.multiple_of == 0
+        return block_size in self.exact or (self.multiple_of is not None and block_size % self.multiple_of == 0)
 
     @classmethod
     def from_capability(cls, value: Any, origin: str) -> BlockSizeRule:

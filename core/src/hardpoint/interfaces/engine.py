@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.interfaces.kv_events import KVEventBatch
+from hardpoint.interfaces.request import Feature as Feature
 from hardpoint.interfaces.request import FinishReason, Float32Array, PoolingParams, SamplingParams, SchedulerStats
 from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint.plugins.report import LoadReport
@@ -17,12 +18,17 @@ from hardpoint.plugins.report import LoadReport
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Text or token ids; exactly one is set. ``add_special_tokens``: prepend BOS and the like to ``text``."""
+    """Text or token ids; exactly one is set. ``add_special_tokens``: prepend BOS and the like to ``text``.
+
+    ``features`` are what is no text. Where a model has an encoder for text, a prompt without them is its input, and the
+    decoder begins as the model's configuration says; with them the prompt is the decoder's own beginning.
+    """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
     cache_salt: str | None = None
+    features: tuple[Feature, ...] = ()
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
@@ -120,7 +126,8 @@ class ModelLimits:
     """Bounds the one request validator checks. Counts; ``vocab_size`` is the width of the logits.
 
     ``embedding_size`` is that of hidden states, None where not known; ``max_step_tokens`` the tokens of one step, for a
-    model that can only compute a prompt as a whole.
+    model that can only compute a prompt as a whole; ``decoder_prompt`` what the decoder of a model is given where
+    prompts are its encoder's.
     """
 
     vocab_size: int
@@ -132,6 +139,7 @@ class ModelLimits:
     max_stop_chars: int = 512
     max_num_seqs: int = 256
     embedding_size: int | None = None
+    decoder_prompt: tuple[int, ...] = ()
     max_step_tokens: int | None = None
 
 

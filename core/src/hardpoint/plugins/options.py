@@ -114,9 +114,7 @@ def _translate(schema: Mapping[str, Any]) -> dict[str, Any]:
         return _translate_list(schema)
     if kind == "object":
         return _translate_object(schema)
-    if kind not in _SCALARS:
-        return _ANY
-    return {"type": _SCALARS[kind], **_bounds(schema)}
+    return {"type": _SCALARS[kind], **_bounds(schema)} if kind in _SCALARS else _ANY
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -174,9 +174,7 @@ class _Draft:
             if manifest is None or self.selection.tasks is None:  # Judged where the model is known.
                 return ""
             return unmet_tasks(manifest.required_tasks, self.selection.tasks)
-        if spec.cardinality is Cardinality.MANY and not permitted:
-            return f"not on the list {ALLOW_VARIABLE}"
-        return ""
+        return f"not on the list {ALLOW_VARIABLE}" if spec.cardinality is Cardinality.MANY and not permitted else ""
 
     def _options(self, plugin: DiscoveredPlugin, named: bool) -> dict[str, Any]:
         given = self.selection.options.get(plugin.kind, {}).get(plugin.name, {})

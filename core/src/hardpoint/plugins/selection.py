@@ -67,9 +67,7 @@ class PluginSelection(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_names(text: str | None) -> tuple[str, ...] | None:
     """A comma-separated list of names; ``None`` stays unset, an empty text is an empty list."""
-    if text is None:
-        return None
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_pins(pins: Iterable[str]) -> dict[str, str]:

@@ -21,6 +21,8 @@ SCORE_FEATURES = [
     pytest.param({"logits_soft_cap": 5.0, "uses_sinks": True, "sliding_window": 6}, id="softcap-sinks-window"),
     pytest.param({"logits_soft_cap": 5.0, "uses_alibi": True, "sliding_window": 6}, id="softcap-alibi-window"),
     pytest.param({"uses_alibi": True, "uses_sinks": True}, id="alibi-sinks"),
+    pytest.param({"uses_relative_bias": True}, id="relative-bias"),
+    pytest.param({"uses_relative_bias": True, "sliding_window": 6, "uses_sinks": True}, id="relative-window-sinks"),
 ]
 CROSS: dict[str, Any] = {"kind": AttentionKind.ENCODER_DECODER, "causal": False}
 

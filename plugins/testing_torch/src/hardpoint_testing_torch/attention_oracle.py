@@ -67,6 +67,11 @@ def _dense_row(
         context = problem.rows[row][0]
         distance = torch.arange(context, context + len(query))[:, None] - torch.arange(len(keys))
         scores = scores - torch.tensor(problem.alibi_slopes, dtype=torch.float64)[:, None, None] * distance
+    if problem.relative_bias is not None:
+        context = problem.rows[row][0]
+        distance = torch.arange(context, context + len(query))[:, None] - torch.arange(len(keys))
+        bias = problem.relative_bias.double()
+        scores = scores + bias[:, distance.clamp(0, bias.shape[1] - 1)]
     scores = scores.masked_fill(~visible_keys(problem, row), -torch.inf)
     if problem.sinks is not None:
         sink = problem.sinks.double()[:, None, None].expand(-1, len(query), 1)

@@ -55,6 +55,7 @@ class AttentionProblem:
     row_causal: tuple[bool, ...] | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    relative_bias: torch.Tensor | None = None
     num_padding_rows: int = 0
     num_common_prefix_blocks: int = 0
 
@@ -95,6 +96,7 @@ class AttentionProblem:
             keeps_prompt=shape.keeps_prompt,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
+            relative_bias=self.relative_bias,
         )
 
     def spec(self) -> AttentionSpec:
@@ -283,7 +285,15 @@ def make_problem(
         row_causal=tuple(row % 2 == 0 for row in range(len(rows))) if shape.uses_row_causality else None,
         key_scale=scales[0],
         value_scale=scales[1],
+        relative_bias=_bias(shape, generator),
     )
+
+
+def _bias(shape: AttentionShape, generator: torch.Generator) -> torch.Tensor | None:
+    """Fewer distances than rows are long, so that the last one stands for several."""
+    if not shape.uses_relative_bias:
+        return None
+    return torch.randn(shape.num_heads, 7, generator=generator)
 
 
 def _shuffled_table(

@@ -38,6 +38,7 @@ class AttentionShape:
     uses_row_causality: bool = False
     kv_cache_dtype: str | None = None
     per_head_scales: bool = False
+    uses_relative_bias: bool = False
 
     @property
     def value_size(self) -> int:
@@ -78,4 +79,5 @@ class AttentionShape:
             uses_mm_prefix=self.uses_mm_prefix,
             uses_row_causality=self.uses_row_causality,
             per_head_scales=self.per_head_scales,
+            uses_relative_bias=self.uses_relative_bias,
         )

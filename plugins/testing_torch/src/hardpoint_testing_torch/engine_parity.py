@@ -12,22 +12,26 @@ sees prompt and generated tokens in one forward.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
-from hardpoint.interfaces import PositionLogprobs, RequestOutput
+from hardpoint.interfaces import Feature, PositionLogprobs, RequestOutput
 from hardpoint_testing_torch.encoder_parity import EncoderParity, PooledDecoderParity
 from hardpoint_testing_torch.parity import TIE_GAP
 from hardpoint_testing_torch.parity_case import MAX_BFLOAT16_ERROR, MODES, TENSOR_PARALLEL, EngineParity, ParityCase
 from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
+from hardpoint_testing_torch.tiny_models import TinyModel
 
-__all__ = ["GenerationParity", "run_parity"]
+__all__ = ["EncoderDecoderParity", "GenerationParity", "run_parity"]
 
 NUM_TOKENS = 64
 CHUNKS = (1, 3, 4, 17)
@@ -51,7 +55,7 @@ class GenerationParity(EngineParity):
     def _prefill(self) -> ModeResult:
         """Whole prompts, one at a time: logits of all their positions."""
         with self._engine("prefill") as llm:
-            outputs = [_ask(llm, [prompt], 1, echoes=True)[0] for prompt in self._prompts(1, 4, 5, 45)]
+            outputs = [self._ask(llm, [prompt], 1, echoes=True)[0] for prompt in self._prompts(1, 4, 5, 45)]
         return self._compare("prefill", outputs)
 
     def _chunk(self) -> ModeResult:
@@ -60,13 +64,13 @@ class GenerationParity(EngineParity):
         outputs = []
         for size in CHUNKS:
             with self._engine("chunk", max_num_batched_tokens=size, max_num_seqs=1) as llm:
-                outputs += _ask(llm, prompts, 3, echoes=True)
+                outputs += self._ask(llm, prompts, 3, echoes=True)
         return self._compare("chunk", outputs)
 
     def _decode(self) -> ModeResult:
         """Greedy answers, one request at a time: logits of each generated token."""
         with self._engine("decode") as llm:
-            outputs = [_ask(llm, [prompt], NUM_TOKENS)[0] for prompt in self._prompts(6, 1, 13)]
+            outputs = [self._ask(llm, [prompt], NUM_TOKENS)[0] for prompt in self._prompts(6, 1, 13)]
         return self._compare("decode", outputs)
 
     def _batch(self) -> ModeResult:
@@ -74,15 +78,15 @@ class GenerationParity(EngineParity):
         prompts = self._prompts(30, 7, 18, 1, 40, 5, 22, 12)
         counts = [NUM_TOKENS, 9, 20, NUM_TOKENS, 1, 33, 40, 50]
         with self._engine("batch", max_num_batched_tokens=24) as llm:
-            outputs = _ask(llm, prompts, counts, echoes=True)
+            outputs = self._ask(llm, prompts, counts, echoes=True)
         return self._compare("batch", outputs)
 
     def _prefix(self) -> ModeResult:
         """The same prompt again, and others that begin like it: what is cached is not computed again."""
         shared, *tails = self._prompts(41, 9, 2)
         with self._engine("prefix", prefix_caching=True) as llm:
-            cold = _ask(llm, [shared], 16)
-            warm = _ask(llm, [shared, *([*shared, *tail] for tail in tails)], NUM_TOKENS)
+            cold = self._ask(llm, [shared], 16)
+            warm = self._ask(llm, [shared, *([*shared, *tail] for tail in tails)], NUM_TOKENS)
         if not all(output.num_cached_tokens > 0 for output in warm):
             cached = [output.num_cached_tokens for output in warm]
             return ModeResult("prefix", math.inf, note=f"no prefix was found again: {cached} cached tokens")
@@ -94,7 +98,7 @@ class GenerationParity(EngineParity):
         prompts = self._prompts(30, 6, 17, 33)
         with self._engine("preempt") as llm:
             params = _params(llm, NUM_TOKENS)
-            stream = llm.stream([Prompt(token_ids=prompt) for prompt in prompts], params)
+            stream = llm.stream([self._prompt(prompt) for prompt in prompts], params)
             for count, (index, output) in enumerate(stream):
                 outputs[index] = output
                 if count % 23 == 22:
@@ -107,7 +111,7 @@ class GenerationParity(EngineParity):
     def _tensor_parallel(self) -> ModeResult:
         """Two worker processes, each with its share of every layer."""
         with self._engine("tp2", **TENSOR_PARALLEL) as llm:
-            outputs = _ask(llm, self._prompts(6, 30, 13), NUM_TOKENS, echoes=True)
+            outputs = self._ask(llm, self._prompts(6, 30, 13), NUM_TOKENS, echoes=True)
         return self._compare("tp2", outputs)
 
     def _bfloat16(self) -> ModeResult:
@@ -118,23 +122,76 @@ class GenerationParity(EngineParity):
         """
         tiny = self._checkpoint(torch.bfloat16)
         with self._engine("bfloat16", tiny, dtype="bfloat16") as llm:
-            outputs = _ask(llm, self._prompts(6, 30, 13), 24, echoes=True)
+            outputs = self._ask(llm, self._prompts(6, 30, 13), 24, echoes=True)
         answers = [_Answer.of(output) for output in outputs]
-        pairs = [answer.centered(tiny.logits(answer.tokens[:-1])) for answer in answers]
+        judged = [self._expected(tiny, answer.tokens[:-1], answer.num_prompt) for answer in answers]
+        pairs = [answer.centered(logits) for answer, logits in zip(answers, judged, strict=True)]
         found, expected = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         error = float((found - expected).norm() / expected.norm())
         limit = self.limit("bfloat16", MAX_BFLOAT16_ERROR)
         return ModeResult("bfloat16", error, limit, len(found))
 
+    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+        """What is asked where ``tokens`` are to be continued."""
+        return Prompt(token_ids=list(tokens))
+
+    def _expected(self, tiny: TinyModel, tokens: list[int], num_prompt: int) -> torch.Tensor:
+        """The oracle's logits [tokens, vocabulary] where ``num_prompt`` of the ``tokens`` were asked."""
+        del num_prompt
+        return tiny.logits(tokens)
+
+    def _ask(
+        self, llm: LLM, prompts: Sequence[Sequence[int]], counts: int | Sequence[int], *, echoes: bool = False
+    ) -> list[RequestOutput]:
+        """Greedy answers of exactly ``counts`` tokens with all log-probabilities; with ``echoes`` the prompt's too."""
+        each = [counts] * len(prompts) if isinstance(counts, int) else counts
+        params = [_params(llm, count, echoes=echoes) for count in each]
+        return llm.generate([self._prompt(prompt) for prompt in prompts], params)
+
     def _compare(self, mode: str, outputs: Sequence[RequestOutput]) -> ModeResult:
         error, positions, differences = 0.0, 0, 0
         for output in outputs:
             answer = _Answer.of(output)
-            logits = self._tiny.logits(answer.tokens[:-1])
+            logits = self._expected(self._tiny, answer.tokens[:-1], answer.num_prompt)
             error = max(error, answer.error(logits))
             positions += len(answer.rows)
             differences += answer.num_differences(logits)
         return ModeResult(mode, error, self.limit(mode, MAX_RELATIVE_ERROR), positions, differences)
+
+
+class EncoderDecoderParity(GenerationParity):
+    """Models whose decoder attends to an encoder's output. Each prompt of the decoder goes with an input of the encoder
+    that is drawn from it, so that the judge can draw the same."""
+
+    why_not = "no hash of the decoder's tokens stands for what an encoder has seen, so no prefix is kept"
+
+    def runs(self) -> Mapping[str, Callable[[], ModeResult]]:
+        return {mode: run for mode, run in super().runs().items() if mode != "prefix"}
+
+    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+        name, data, length = self._drawn(tokens)
+        digest = hashlib.sha256(data.tobytes()).hexdigest()
+        feature = Feature(
+            modality=name, content_hash=digest, offset=0, length=1, num_encoder_tokens=length, data={name: data}
+        )
+        return Prompt(token_ids=list(tokens), features=(feature,))
+
+    @torch.inference_mode()
+    def _expected(self, tiny: TinyModel, tokens: list[int], num_prompt: int) -> torch.Tensor:
+        name, data, _ = self._drawn(tokens[:num_prompt])
+        given = {"input_ids" if name == "token_ids" else name: torch.from_numpy(data)[None]}
+        return tiny.oracle(**given, decoder_input_ids=torch.tensor([tokens])).logits[0].float()
+
+    def _drawn(self, tokens: Sequence[int]) -> tuple[str, np.ndarray, int]:
+        """Name and values of the input that goes with these tokens, and its length in encoder tokens."""
+        config = self._tiny.oracle.config
+        draw = np.random.default_rng(list(tokens))
+        if hasattr(config, "num_mel_bins"):
+            length = config.max_source_positions
+            states = draw.standard_normal((config.num_mel_bins, 2 * length), dtype=np.float32)
+            return "input_features", states, length
+        length = int(draw.integers(1, 50))
+        return "token_ids", draw.integers(0, config.vocab_size, length, dtype=np.int32), length
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +248,11 @@ def _params(llm: LLM, count: int, *, echoes: bool = False) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=width, prompt_logprobs=echo)
 
 
-def _ask(
-    llm: LLM, prompts: Sequence[Sequence[int]], counts: int | Sequence[int], *, echoes: bool = False
-) -> list[RequestOutput]:
-    """Greedy answers of exactly ``counts`` tokens with all log-probabilities, with ``echoes`` those of the prompt."""
-    each = [counts] * len(prompts) if isinstance(counts, int) else counts
-    params = [_params(llm, count, echoes=echoes) for count in each]
-    return llm.generate([Prompt(token_ids=list(prompt)) for prompt in prompts], params)
+def _parity_of(oracle: Any) -> type[EngineParity]:
+    fields = getattr(oracle.config_class, "__dataclass_fields__", {})
+    if not oracle.can_generate():
+        return PooledDecoderParity if "num_key_value_heads" in fields else EncoderParity
+    return EncoderDecoderParity if oracle.config_class().is_encoder_decoder else GenerationParity
 
 
 def run_parity(case: ParityCase, folder: Path, *, modes: Iterable[str] = MODES, seed: int = 0) -> ParityReport:
@@ -205,9 +260,5 @@ def run_parity(case: ParityCase, folder: Path, *, modes: Iterable[str] = MODES, 
 
     Raises what the engine raises for a model that it cannot load or run.
     """
-    oracle = getattr(transformers, case.architecture)
-    kind: type[EngineParity] = GenerationParity if oracle.can_generate() else EncoderParity
-    if kind is EncoderParity and "num_key_value_heads" in getattr(oracle.config_class, "__dataclass_fields__", {}):
-        kind = PooledDecoderParity
-    parity = kind(case, folder, seed=seed)
+    parity = _parity_of(getattr(transformers, case.architecture))(case, folder, seed=seed)
     return ParityReport(case.architecture, case.name, tuple(parity.run(mode) for mode in modes))

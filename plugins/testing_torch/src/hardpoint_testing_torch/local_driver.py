@@ -15,13 +15,14 @@ import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheSpec
-from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
+from hardpoint.interfaces.kv_cache_specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
 from hardpoint.interfaces.model import Model, ModelContext, StageOutput, StageRange
 from hardpoint.interfaces.model_source import ModelInfo, WeightLoader
 from hardpoint.interfaces.platform import ThreadPlan
 from hardpoint.interfaces.plugin import NoOptions, ProcessRole
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
+from hardpoint_testing_torch.local_encoder import EncodedInputs, LocalEncoder
 from hardpoint_torch_runtime import ForwardContext, LayerToolkit, load_weights, set_forward_context
 from hardpoint_torch_runtime.layers import StateMetadataBuilder
 
@@ -94,6 +95,7 @@ def create_model(
 class _Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    encoded: EncodedInputs = field(default_factory=EncodedInputs)
 
 
 class LocalDriver:
@@ -113,6 +115,7 @@ class LocalDriver:
         self._free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self._free)
         self._sequences: dict[str, _Sequence] = {}
+        self._encoder = LocalEncoder(model, self._block_size, lambda: self._free.pop())
         self._caches: dict[str, torch.Tensor] = {}
         self._states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._builders: dict[Any, tuple[AttentionMetadataBuilder, list[str]]] = {}
@@ -154,15 +157,20 @@ class LocalDriver:
         """Forget a sequence; blocks that no other one shares are poisoned."""
         sequence = self._sequences.pop(name)
         shared = {block for other in self._sequences.values() for block in other.blocks}
-        blocks = [block for block in sequence.blocks if block not in shared]
+        blocks = [block for block in sequence.blocks if block not in shared] + sequence.encoded.blocks
         for cache in self._caches.values():
             cache[blocks] = torch.nan
         self._free = blocks[::-1] + self._free
 
     @property
     def shares_prefixes(self) -> bool:
-        """False where a layer keeps one state of a sequence, that behind its last token: no prefix has one."""
-        return not any(isinstance(spec, MambaSpec) and spec.mode is not MambaCacheMode.ALL for spec in self._builders)
+        """False where a layer keeps one state of a sequence, that behind its last token, or an encoder's tokens: no
+        prefix has them."""
+        return not any(
+            isinstance(spec, CrossAttentionSpec)
+            or (isinstance(spec, MambaSpec) and spec.mode is not MambaCacheMode.ALL)
+            for spec in self._builders
+        )
 
     @property
     def takes_chunks(self) -> bool:
@@ -210,13 +218,23 @@ class LocalDriver:
             position for name, chunk in chunks.items() for position in range(ends[name] - len(chunk), ends[name])
         ]
         slots = torch.cat((common.slot_mapping, torch.full((num_padding,), -1)))
-        built = [(builder.build(_for_spec(spec, common)), layers) for spec, (builder, layers) in self._builders.items()]
+        mappings = dict.fromkeys(self._layers, slots)
+        inputs = [self._sequences[name].encoded for name in chunks]
+        encoded, encoder_slots = self._encoder.enter(inputs)
+        built = []
+        for spec, (builder, layers) in self._builders.items():
+            if isinstance(spec, CrossAttentionSpec):
+                mappings.update(dict.fromkeys(layers, encoder_slots))
+                built.append((builder.build(self._encoder.crossed(common, inputs, encoder_slots)), layers))
+            else:
+                built.append((builder.build(_for_spec(spec, common)), layers))
         context = ForwardContext(
             attention_metadata={layer: metadata for metadata, layers in built for layer in layers},
-            slot_mapping=dict.fromkeys(self._layers, slots),
+            slot_mapping=mappings,
             kv_caches=self._caches,
             states=self._states,
             num_tokens=common.num_tokens,
+            encoder_hidden=encoded,
         )
         ids = torch.tensor(tokens) if intermediates is None and embeddings is None else None
         with set_forward_context(context):

@@ -152,6 +152,10 @@ class PlainAttention(AttentionImpl):
             slopes = torch.tensor(tuple(params.alibi_slopes), device=query.device)
             places = torch.arange(len(keys), device=query.device)
             scores = scores - slopes[:, None, None] * (places[len(keys) - len(query) :, None] - places)
+        if params.relative_bias is not None:
+            places = torch.arange(len(keys), device=query.device)
+            distance = places[len(keys) - len(query) :, None] - places
+            scores = scores + params.relative_bias[:, distance.clamp(0, params.relative_bias.shape[1] - 1)]
         scores = scores.masked_fill(~visible, -torch.inf)
         if params.sinks is not None:
             scores = torch.cat((scores, params.sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
@@ -176,7 +180,8 @@ class PlainAttentionBackend(AttentionBackend):
     name = "plain"
     returns_lse = True
     known_needs = AttentionBackend.known_needs | {
-        *("chunk_size", "keeps_prompt", "uses_mm_prefix", "uses_row_causality", "per_head_scales", "needs_lse")
+        *("chunk_size", "keeps_prompt", "uses_mm_prefix", "uses_row_causality", "per_head_scales", "needs_lse"),
+        "uses_relative_bias",
     }
     impl: type[PlainAttention] = PlainAttention
 

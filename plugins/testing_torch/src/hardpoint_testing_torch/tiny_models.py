@@ -14,7 +14,7 @@ import transformers
 
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 
-__all__ = ["TINY_SIZES", "ModelCheckpoint", "TinyModel", "make_tiny_model", "model_info"]
+__all__ = ["ENCODER_TOKENS", "TINY_SIZES", "ModelCheckpoint", "TinyModel", "make_tiny_model", "model_info"]
 
 TINY_SIZES: Mapping[str, Any] = {
     "hidden_size": 48,
@@ -25,6 +25,9 @@ TINY_SIZES: Mapping[str, Any] = {
     "vocab_size": 160,
     "max_position_embeddings": 256,
 }
+
+ENCODER_TOKENS = 11
+"""Length of the inputs that encoders are compared with where nobody gives any."""
 
 
 class ModelCheckpoint(Protocol):
@@ -63,7 +66,10 @@ class TinyModel:
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """float32 [tokens, vocabulary] of one sequence; of a model that does not generate its last hidden states
-        [tokens, hidden size] instead."""
+        [tokens, hidden size] instead. Encoders beside a decoder get :func:`example_inputs`."""
+        if self.oracle.config.is_encoder_decoder:
+            given = {**example_inputs(self.oracle.config), "decoder_input_ids": torch.tensor([token_ids])}
+            return self.oracle(**given).logits[0].float()
         if "generate" not in self.info.tasks:
             return self.oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0].float()
         return self.oracle(torch.tensor([token_ids])).logits[0].float()
@@ -93,6 +99,13 @@ class TinyModel:
             pending = [int(result.logits[0, -1].argmax())]
             tokens += pending
         return tokens[len(token_ids) :]
+
+
+def example_inputs(config: Any) -> dict[str, torch.Tensor]:
+    """What Hugging Face models with an encoder and a decoder take for the encoder: the same as ``example_input``."""
+    if hasattr(config, "num_mel_bins"):
+        return {"input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    return {"input_ids": torch.arange(ENCODER_TOKENS)[None] % config.vocab_size}
 
 
 def make_tiny_model(

@@ -12,6 +12,7 @@ from hardpoint_torch_runtime.forward_scope import ForwardScopes, StaticContext
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.runner.assembly import RunnerParts
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions
 from hardpoint_torch_runtime.runner.streams import CopyStream, DeviceEvent, DeviceStreams, StreamPlatform
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceEvent",
     "DeviceStreams",
     "DraftProposer",
+    "EncoderModel",
     "ForwardContext",
     "ForwardScopes",
     "GraphMode",

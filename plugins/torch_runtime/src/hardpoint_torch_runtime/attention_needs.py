@@ -86,6 +86,7 @@ def _need_of(base: AttentionNeed, layer: AttentionLayer) -> AttentionNeed:
         logits_soft_cap=params.logits_soft_cap,
         uses_alibi=params.alibi_slopes is not None,
         uses_sinks=params.sinks is not None,
+        uses_relative_bias=params.relative_bias is not None,
         uses_mla=isinstance(layer.spec, MLASpec),
         uses_mm_prefix=base.uses_mm_prefix and params.kind is AttentionKind.DECODER,
         per_head_scales=any(
@@ -116,6 +117,7 @@ def describe_need(need: AttentionNeed) -> str:
         "latent": need.uses_mla,
         "ALiBi": need.uses_alibi,
         "sinks": need.uses_sinks,
+        "relative bias": need.uses_relative_bias,
         "multimodal prefix": need.uses_mm_prefix,
         "causality by row": need.uses_row_causality,
         "sparse": need.uses_sparse,

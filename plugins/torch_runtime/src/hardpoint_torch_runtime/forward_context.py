@@ -156,6 +156,8 @@ class ForwardContext:
         skips_compiled: the model's plain forward is called, although a compiled one may exist.
         moe_turns: the mixtures of experts in the order of their turns; None where nobody listed them.
         data_parallel: token counts of the ranks that tokens are exchanged with; None where they are not.
+        encoder_hidden: [E, C], what an encoder made of inputs that rows of this step begin to attend to, in the order
+            of the cross-attention layers' slot mapping; None where there are none.
     """
 
     attention_metadata: dict[str, Any] | None
@@ -172,6 +174,7 @@ class ForwardContext:
     moe_turns: LayerTurns | None = None
     data_parallel: DataParallelMetadata | None = None
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    encoder_hidden: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         halves = self.half_metadata

@@ -36,6 +36,7 @@ from hardpoint_torch_runtime.runner.assembly import RunnerParts, assemble_runner
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.buffers import is_host_memory
 from hardpoint_torch_runtime.runner.capture import capture_shapes
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, refuse_inputs
 from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.pooling_plan import PoolingOptions, PoolingPlan, check_options
@@ -280,7 +281,7 @@ class TorchWorker(Worker):
             is_asynchronous = not is_host_memory(self.device)
         return RunnerParts(
             processors=self._logits_processors(),
-            refuse=partial(refuse_row, tasks=self.config.model.tasks),
+            refuse=partial(refuse_row, tasks=self.config.model.tasks, model=self.loaded.model),
             streams=device_streams(self._platform, self.device) if is_asynchronous else None,
             takes_embeddings=self.options.prompt_embeddings,
             pooling=self._pooling,
@@ -363,12 +364,16 @@ class TorchWorker(Worker):
         ]
 
 
-def refuse_row(row: NewRow, tasks: Sequence[str] = ("generate", "embed")) -> str | None:
+def refuse_row(row: NewRow, tasks: Sequence[str] = ("generate", "embed"), model: object = None) -> str | None:
     """Requests that need a feature this worker lacks, or another one of the ``tasks``, end on their own, with a
     reason."""
     if row.task not in tasks:
         return f"the task {row.task!r} is not served: this model serves {', '.join(tasks) or 'nothing'}"
-    if row.features:
+    if isinstance(model, EncoderModel):
+        reason = refuse_inputs(model, row.features)
+        if reason is not None:
+            return reason
+    elif row.features:
         return f"this model takes no {row.features[0].modality} input"
     if row.adapter is not None:
         return f"the adapter {row.adapter.name!r} cannot be used: this worker runs without adapters"

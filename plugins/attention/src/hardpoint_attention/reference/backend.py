@@ -68,6 +68,7 @@ class ReferenceBackend(AttentionBackend):
             "per_head_scales",
             "needs_lse",
             "dcp_size",
+            "uses_relative_bias",
         }
     )
 
@@ -125,6 +126,8 @@ def _kind(need: AttentionNeed) -> str | None:
     kind = need.kind
     if need.uses_alibi and kind is not AttentionKind.DECODER:
         return f"ALiBi biases are causal here and do not fit attention kind {kind.value}"
+    if need.uses_relative_bias and kind is not AttentionKind.DECODER:
+        return f"relative biases go by causal distances here and do not fit attention kind {kind.value}"
     if need.uses_mla and need.num_kv_heads != 1:
         return f"latent attention (MLA) has one latent that all heads share, not {need.num_kv_heads}"
     if need.uses_mla and kind is not AttentionKind.DECODER:
@@ -146,6 +149,7 @@ def _ranks(need: AttentionNeed) -> str | None:
         "a sliding window": need.sliding_window is not None,
         "attention in chunks": need.chunk_size is not None,
         "ALiBi": need.uses_alibi,
+        "relative biases": need.uses_relative_bias,
         f"attention kind {need.kind.value}": need.kind is not AttentionKind.DECODER,
         "bidirectional ranges": need.uses_mm_prefix,
     }

@@ -26,15 +26,16 @@ EXPLICIT_TILE_QUERIES = 64
 
 
 class ReferenceImpl(AttentionImpl):
-    """Plain layers run on torch's fused attention; soft cap, ALiBi, sinks, log-sum-exp, cascade and values of another
-    size than keys on explicit scores."""
+    """Plain layers run on torch's fused attention; soft cap, ALiBi, relative bias, sinks, log-sum-exp, cascade and
+    values of another size than keys on explicit scores."""
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
         slopes = params.alibi_slopes
         self._slopes = None if slopes is None else torch.tensor(list(slopes), dtype=torch.float32)
         self._views: dict[tuple[tuple[int, int], bool, bool], LayerView] = {}
-        self._needs_scores = params.logits_soft_cap is not None or slopes is not None or params.sinks is not None
+        self._has_distances = slopes is not None or params.relative_bias is not None
+        self._needs_scores = self._has_distances or params.logits_soft_cap is not None or params.sinks is not None
 
     def forward(
         self,
@@ -135,7 +136,7 @@ class ReferenceImpl(AttentionImpl):
             pages_per_block=pages[0],
             page_bytes=pages[1],
             tile_queries=EXPLICIT_TILE_QUERIES if explicit else TILE_QUERIES,
-            spelling=Spelling(masks=explicit, distances=self._slopes is not None),
+            spelling=Spelling(masks=explicit, distances=self._has_distances),
             cache_only=cache_only or is_cross,
             chunk=None if is_cross else params.chunk_size,
             keeps_prompt=params.keeps_prompt,
@@ -143,7 +144,7 @@ class ReferenceImpl(AttentionImpl):
         )
 
     def _takes_cascade(self, metadata: ReferenceMetadata, view: LayerView) -> bool:
-        return metadata.takes_cascade(view, self.params.num_heads, uses_alibi=self._slopes is not None)
+        return metadata.takes_cascade(view, self.params.num_heads, uses_alibi=self._has_distances)
 
     def _cascade(
         self,
@@ -178,7 +179,7 @@ class ReferenceImpl(AttentionImpl):
         """Every group on explicit scores, into ``output``."""
         params = self.params
         sinks = params.sinks if with_sinks else None
-        rules = ScoreRules(params.scale, params.logits_soft_cap, self._slopes, sinks)
+        rules = ScoreRules(params.scale, params.logits_soft_cap, self._slopes, sinks, params.relative_bias)
         lse = torch.full(output.shape[:2], -torch.inf, dtype=torch.float32, device=output.device)
         for group in metadata.groups(view):
             if group.num_keys == 0:

@@ -18,12 +18,14 @@ __all__ = ["ScoreRules", "attend", "attend_explicitly"]
 
 @dataclass(frozen=True, slots=True)
 class ScoreRules:
-    """What becomes of query-key products. ``slopes`` and ``sinks``: float32 [H]."""
+    """What becomes of query-key products. ``slopes`` and ``sinks``: float32 [H]; ``bias``: float32 [H, N] by distance,
+    the last entry for all that are larger."""
 
     scale: float
     cap: float | None = None
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def attend(
@@ -69,6 +71,11 @@ def attend_explicitly(
     if rules.slopes is not None and group.distance is not None:
         slopes = rules.slopes.to(scores.device).view(1, kv_heads, -1, 1, 1)
         scores -= slopes * group.distance[:, None, None]
+    if rules.bias is not None and group.distance is not None:
+        # Negative distances are masked, and only have to be a valid place.
+        places = group.distance.long().clamp_(0, rules.bias.shape[1] - 1)
+        by_head = rules.bias.float().to(scores.device)[:, places].transpose(0, 1)
+        scores += by_head.unflatten(1, (kv_heads, -1))
     if group.mask is not None:
         scores += group.mask.unsqueeze(1)
     lse = torch.logsumexp(scores, dim=-1)

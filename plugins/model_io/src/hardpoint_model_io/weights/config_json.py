@@ -12,6 +12,12 @@ from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint_model_io.files import confined_path, read_json_object
 from hardpoint_model_io.formats.gguf_config import SENTENCE_FIELD
+from hardpoint_model_io.weights.encoder_decoder import (
+    DECODER_PROMPT,
+    complete_sizes,
+    decoder_prompt,
+    is_encoder_decoder,
+)
 from hardpoint_model_io.weights.sentence import max_sentence_tokens, score_activation, sentence_settings
 from hardpoint_model_io.weights.separator import separator_id
 
@@ -43,6 +49,9 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     text = _text_config(config, path)
     # One spelling for model code: the newer files nest the rotary settings.
     _flatten_rope(text)
+    generation.pop(DECODER_PROMPT, None)
+    if is_encoder_decoder(config):
+        complete_sizes(config)
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
@@ -58,6 +67,8 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
             config["sep_token_id"] = separator_id(artifact)
         if (activation := score_activation(artifact)) is not None:
             config["sentence_transformers"] = {"activation_fn": activation}
+    if is_encoder_decoder(config):
+        generation[DECODER_PROMPT] = decoder_prompt(config, generation, vocab_size, path)
     return ModelInfo(
         artifact=artifact,
         architecture=architecture,
@@ -69,7 +80,7 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
         eos_token_ids=_end_tokens(generation, config, text, vocab_size, artifact.root),
         bos_token_id=bos[0] if bos else None,
         generation=generation,
-        tasks=_tasks(architecture, sentence),
+        tasks=("generate",) if is_encoder_decoder(config) else _tasks(architecture, sentence),
     )
 
 

@@ -310,6 +310,11 @@ def _check_positions(record: EngineRequest) -> None:
         )
     start = 0
     for feature in record.features:
+        if feature.num_encoder_tokens is not None and feature.num_encoder_tokens < 0:
+            raise InvalidRequestError(
+                f"request {record.request_id}: the item at {feature.offset} has {feature.num_encoder_tokens} encoder "
+                "tokens; there cannot be fewer than none"
+            )
         if feature.offset < start or feature.length < 0 or feature.offset + feature.length > length:
             raise InvalidRequestError(
                 f"request {record.request_id}: the item at {feature.offset} with {feature.length} positions does not "

@@ -49,7 +49,7 @@ class SchedulerState:
         waiting: requests that can be admitted. skipped: requests that something holds back.
         returning: ids of preempted requests that wait to run again.
         loads: requests whose KV is on its way from elsewhere, and their blocks.
-        encoder: plans media encoders; None where the limits give them no budget.
+        encoder: plans encoders; None where the limits give them no budget and no layer attends to their output.
         ended: terminal outputs that arose while scheduling, delivered with the next update.
         held_blocks: ended requests whose blocks an extension still needs.
         finished_slots, preempted_slots: slots the workers have to drop, reported once.
@@ -82,14 +82,18 @@ class SchedulerState:
     def __post_init__(self) -> None:
         self.charges = type(self.policy).on_scheduled is not SchedulingPolicy.on_scheduled
         self.waiting, self.skipped = live_queue(self.policy), live_queue(self.policy)
-        limits = self.limits
-        self.encoder = (
-            EncoderPlanner(limits.encoder_budget, limits.encoder_cache_size, limits.max_num_seqs)
-            if limits.encoder_budget
-            else None
-        )
+        self.encoder = self._plan_encoders()
         loads = bool(self.extensions.external or self.extensions.holding)
         self.fences = Fences(enabled=loads and self.limits.max_inflight_steps > 1)
+
+    def _plan_encoders(self) -> EncoderPlanner | None:
+        """Where layers attend to an encoder's output there is one, so without limits it gets as much as a step has
+        tokens, and room for the longest input at least."""
+        limits, longest = self.limits, self.kv.max_encoder_tokens
+        budget, room = limits.encoder_budget, limits.encoder_cache_size
+        if not budget and longest is not None:
+            budget = room = max(longest, limits.max_num_batched_tokens)
+        return EncoderPlanner(budget, room, limits.max_num_seqs) if budget else None
 
     @property
     def num_waiting(self) -> int:

@@ -3,6 +3,7 @@
 from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
+from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
@@ -27,6 +28,7 @@ from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, Mixt
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
+from hardpoint_torch_runtime.layers.relative_bias import RelativeBias
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
@@ -84,12 +86,14 @@ __all__ = [
     "PlacingLinearMethod",
     "QKVParallelLinear",
     "RMSNorm",
+    "RelativeBias",
     "ReplicatedLinear",
     "RopeParameters",
     "RotaryEmbedding",
     "RoutedExperts",
     "RoutingParameters",
     "RowParallelLinear",
+    "ScoreBias",
     "SegmentedColumnLinear",
     "ShardedModule",
     "ShardedRMSNorm",
@@ -105,4 +109,5 @@ __all__ = [
     "UncompiledLayer",
     "UnquantizedLinearMethod",
     "VocabEmbedding",
+    "dense_attention",
 ]

@@ -22,6 +22,8 @@ __all__ = ["AttentionLayer"]
 class AttentionLayer(UncompiledLayer):
     """Query [T, H * D], key [T, K * D] and value [T, K * V] to [T, H * V]. ``value_size``: V, by default D.
 
+    In cross-attention keys and values are of the encoder tokens that come with the step, which may be none.
+
     Without a ``backend`` one has to be bound before the first forward: which one serves is decided once all layers of a
     model are known.
 
@@ -72,15 +74,16 @@ class AttentionLayer(UncompiledLayer):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads, kv_heads, size = self.params.num_heads, self.params.num_kv_heads, self.params.head_size
         query = query.view(-1, heads, size)
-        key = key.view(-1, kv_heads, size)
-        value = value.view(-1, kv_heads, self.value_size)
+        # Written out, since there may be none: an encoder's tokens come with one step only.
+        key = key.view(key.shape[0], kv_heads, size)
+        value = value.view(value.shape[0], kv_heads, self.value_size)
         output = torch.empty((query.shape[0], heads, self.value_size), dtype=query.dtype, device=query.device)
         context, impl = get_forward_context(), self.impl
         if context.attention_metadata is None:
             impl.forward(query, key, value, None, None, output)
             return output.flatten(1)
         cache = self._cache(context) if self._keeps_kv else None
-        if self._writes_kv and cache is not None:
+        if self._writes_kv and cache is not None and key.shape[0]:
             impl.write_kv(key, value, cache, _entry(context.slot_mapping, self.name, "slot_mapping"))
         metadata = _entry(context.attention_metadata, self.name, "attention_metadata")
         impl.forward(query, key, value, cache, metadata, output)

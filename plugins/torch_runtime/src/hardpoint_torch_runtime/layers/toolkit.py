@@ -12,6 +12,7 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionKind, Atte
 from hardpoint.interfaces.communicator import Communicator
 from hardpoint.interfaces.kv_cache_specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -227,11 +228,14 @@ class LayerToolkit:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         kind: AttentionKind = AttentionKind.DECODER,
+        relative_bias: torch.Tensor | None = None,
+        max_encoder_tokens: int | None = None,
     ) -> AttentionLayer:
         """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them), everything else
         is as in ``AttentionLayerParams``.
 
-        Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing.
+        Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing. Those of kind ``ENCODER_DECODER``
+        attend to an encoder's output and keep the keys and values of ``max_encoder_tokens`` of it at most.
         """
         params = AttentionLayerParams(
             layer_name=name,
@@ -248,8 +252,9 @@ class LayerToolkit:
             sinks=sinks,
             key_scale=key_scale,
             value_scale=value_scale,
+            relative_bias=relative_bias,
         )
-        return self._add(AttentionLayer(params, self.attention_backend, self._kv_spec(params)))
+        return self._add(AttentionLayer(params, self.attention_backend, self._kv_spec(params, max_encoder_tokens)))
 
     def latent_attention(
         self,
@@ -305,10 +310,14 @@ class LayerToolkit:
         """What the layers created so far keep in the KV cache, by layer name in model order."""
         return {name: layer.spec for name, layer in self.attention_layers.items() if layer.spec is not None}
 
-    def _kv_spec(self, params: AttentionLayerParams) -> KVCacheSpec | None:
-        if params.kind not in (AttentionKind.DECODER, AttentionKind.ENCODER_ONLY):
+    def _kv_spec(self, params: AttentionLayerParams, max_encoder_tokens: int | None) -> KVCacheSpec | None:
+        if params.kind is AttentionKind.ENCODER:
             return None
         fields = self._stored_fields(params)
+        if params.kind is AttentionKind.ENCODER_DECODER:
+            if max_encoder_tokens is None:
+                raise ValueError(f"layer {params.layer_name!r} attends to an encoder's output; say max_encoder_tokens")
+            return CrossAttentionSpec(**fields, max_encoder_tokens=max_encoder_tokens)
         if params.kind is AttentionKind.ENCODER_ONLY:
             return EncoderOnlyAttentionSpec(**fields)
         if params.chunk_size is not None:

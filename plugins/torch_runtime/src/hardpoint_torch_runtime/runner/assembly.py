@@ -17,6 +17,7 @@ from hardpoint_torch_runtime.runner.batch_state import BatchState, RowRefusal
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens
 from hardpoint_torch_runtime.runner.draft_debt import DraftDebt
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer, OwnDrafts
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, EncoderStage
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
 from hardpoint_torch_runtime.runner.flags import ExpertExchange, RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
@@ -68,6 +69,11 @@ def _axes(config: WorkerConfig, model: Model, device: torch.device) -> PositionA
     return PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
 
 
+def _encoder(model: Model, slots: SlotState, device: torch.device) -> EncoderStage | None:
+    """Only for models with an encoder whose output their decoder attends to."""
+    return EncoderStage(model, slots, device) if isinstance(model, EncoderModel) else None
+
+
 def assemble_runner(
     config: WorkerConfig,
     model: Model,
@@ -82,7 +88,13 @@ def assemble_runner(
 
     ``make_forwards``: how the model is run; by default as it is.
     """
-    slots = SlotState(config.max_num_seqs, config.max_model_len, groups.block_sizes, keeps_kv=groups.keeps_kv)
+    slots = SlotState(
+        config.max_num_seqs,
+        config.max_model_len,
+        groups.block_sizes,
+        keeps_kv=groups.keeps_kv,
+        foreign_tokens=groups.foreign_tokens,
+    )
     sampling = SlotSampling(
         config.max_num_seqs, config.model.vocab_size, device, seed=config.seed, eos_token_ids=config.model.eos_token_ids
     )
@@ -92,7 +104,8 @@ def assemble_runner(
     axes = _axes(config, model, device)
     tokens = None if residence is None else residence.tokens
     pooling = SlotPooling(parts.pooling or PoolingPlan.settle(model))
-    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling)
+    encoder = _encoder(model, slots, device)
+    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, encoder)
     flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
     embeddings = PromptEmbeddings()
     state = BatchState(
@@ -129,6 +142,7 @@ def assemble_runner(
         proposer=parts.proposer,
         extensions=parts.extensions,
         device=residence,
+        encoder=encoder,
     )
 
 
@@ -147,7 +161,9 @@ def _residence(
     rows, most = config.max_num_seqs, config.max_num_batched_tokens
     return DeviceResidence(
         DeviceTokens(rows, most, device, num_drafts=num_drafts),
-        DraftDebt(rows, most, [group.kernel_block_size if group.keeps_kv else None for group in groups.groups], device),
+        DraftDebt(
+            rows, most, [group.kernel_block_size if group.follows_tokens else None for group in groups.groups], device
+        ),
         Backlog(),
         streams,
         streams.create_copy_stream(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hardpoint.interfaces.attention import (
     GraphSupport,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
-from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
+from hardpoint.interfaces.kv_cache_specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
 from hardpoint.interfaces.step import SchedulerOutput
 from hardpoint_torch_runtime.backend_selection import largest_fitting
 from hardpoint_torch_runtime.layers.state_plan import StateMetadataBuilder
@@ -43,6 +43,8 @@ class AttentionGroup:
     """False for encoders, whose tokens see both sides."""
     is_recurrent: bool = False
     """Blocks hold states, one each, which no kernel sees in smaller pieces."""
+    foreign_tokens: int | None = None
+    """Cross-attention: the most tokens of an encoder that a row's blocks hold, instead of its own."""
 
     @property
     def kernel_blocks(self) -> int:
@@ -51,7 +53,12 @@ class AttentionGroup:
     @property
     def keeps_kv(self) -> bool:
         """Encoders use the step's own keys and values, and hold no blocks."""
-        return self.is_causal
+        return self.is_causal or self.foreign_tokens is not None
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the blocks of a row hold its own tokens."""
+        return self.keeps_kv and self.foreign_tokens is None
 
 
 class AttentionGroups:
@@ -83,8 +90,14 @@ class AttentionGroups:
                 builders.append((names, backend.create_builder(spec, names, max_rows, max_tokens, device)))
             block_size = specs[planned.layer_names[0]].block_size
             kernel_size = choose_kernel_block_size(block_size, rule, backend.name)
-            is_causal = not isinstance(specs[planned.layer_names[0]], EncoderOnlyAttentionSpec)
-            groups.append(AttentionGroup(planned.layer_names, block_size, kernel_size, tuple(builders), is_causal))
+            first = specs[planned.layer_names[0]]
+            foreign = first.max_encoder_tokens if isinstance(first, CrossAttentionSpec) else None
+            is_causal = foreign is None and not isinstance(first, EncoderOnlyAttentionSpec)
+            groups.append(
+                AttentionGroup(
+                    planned.layer_names, block_size, kernel_size, tuple(builders), is_causal, foreign_tokens=foreign
+                )
+            )
         self.groups = tuple(groups)
         self._built: tuple[list[object], dict[str, Any], dict[str, torch.Tensor]] = ([], {}, {})
 
@@ -95,6 +108,10 @@ class AttentionGroups:
     @property
     def keeps_kv(self) -> tuple[bool, ...]:
         return tuple(group.keeps_kv for group in self.groups)
+
+    @property
+    def foreign_tokens(self) -> tuple[int | None, ...]:
+        return tuple(group.foreign_tokens for group in self.groups)
 
     @property
     def kernel_blocks(self) -> tuple[int, ...]:
@@ -141,7 +158,7 @@ class AttentionGroups:
             )
         parts: list[object] = []
         for index, group in enumerate(self.groups):
-            parts.append(batch.slot_mappings[index])
+            parts.append(_mapping(batch, index))
             parts.extend(builder.build(self._common(batch, step, index, for_graph)) for _, builder in group.builders)
         known, metadata, mappings = self._built
         if len(parts) != len(known) or any(part is not other for part, other in zip(parts, known, strict=True)):
@@ -163,7 +180,7 @@ class AttentionGroups:
         known = 0 if for_graph else len(step.num_common_prefix_blocks)
         prefix_blocks = step.num_common_prefix_blocks[index] if index < known else 0
         block_size = self.groups[index].kernel_block_size
-        return CommonAttentionMetadata(
+        common = CommonAttentionMetadata(
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
@@ -182,6 +199,35 @@ class AttentionGroups:
             prompt_lens=batch.prompt_lens,
             prompt_lens_cpu=batch.prompt_lens_cpu,
         )
+        return common if self.groups[index].foreign_tokens is None else _crossed(common, batch, index)
+
+
+def _mapping(batch: InputBatch, index: int) -> torch.Tensor:
+    """Where the group's layers write: the step's tokens, or those of encoders that come with it."""
+    foreign = None if batch.foreign is None else batch.foreign.slot_mappings[index]
+    return batch.slot_mappings[index] if foreign is None else foreign
+
+
+def _crossed(common: CommonAttentionMetadata, batch: InputBatch, index: int) -> CommonAttentionMetadata:
+    """``common`` with the encoder's tokens in the place of the rows' own.
+
+    Raises ``RuntimeError`` for a batch that was prepared without them.
+    """
+    foreign = batch.foreign
+    if foreign is None:
+        raise RuntimeError("layers attend to an encoder's output, but the step was prepared without any")
+    return replace(
+        common,
+        max_seq_len=foreign.max_len,
+        seq_lens=foreign.seq_lens,
+        seq_lens_cpu=foreign.seq_lens_cpu,
+        seq_lens_is_exact=True,
+        slot_mapping=_mapping(batch, index),
+        causal=False,
+        num_common_prefix_blocks=0,
+        prompt_lens=None,
+        prompt_lens_cpu=None,
+    )
 
 
 def _shared_state(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> MambaSpec | None:

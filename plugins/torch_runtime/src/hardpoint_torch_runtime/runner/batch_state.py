@@ -231,7 +231,7 @@ class BatchState:
 
     def _check_blocks(self, step: SchedulerOutput, ends: Int32Array) -> None:
         for table in self.slots.tables:
-            if not table.keeps_kv:
+            if not table.follows_tokens:
                 continue
             held = table.counts[step.slots] * table.block_size
             if bool((ends > held).any()):

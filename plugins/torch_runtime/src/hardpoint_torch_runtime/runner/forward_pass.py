@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hardpoint.interfaces.model import Model, StageOutput
+from hardpoint.interfaces.scheduler import ENCODER_INPUTS
 from hardpoint.interfaces.step import SchedulerOutput
 from hardpoint_torch_runtime.forward_context import ForwardContext, GraphMode
 from hardpoint_torch_runtime.forward_scope import ForwardScopes, StaticContext
@@ -20,9 +21,6 @@ from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
 from hardpoint_torch_runtime.runner.step_shape import AS_IT_IS, StepShape, StepShapes
 
 __all__ = ["ENCODER_INPUTS", "ForwardPass", "last_hidden"]
-
-ENCODER_INPUTS = "encoder_inputs"
-"""Entry of a step's extensions: what encoders are to compute before the decoder reads it."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | StageOutput]
 """(token ids [T], positions) to what the model's forward yields."""
@@ -73,7 +71,9 @@ class ForwardPass:
         """Hidden states [T', C]; those of a graph are overwritten by its next replay."""
         is_graph = shape.graph_mode is GraphMode.FULL
         embeddings = self._embeddings.for_batch(batch, self._model)
-        halves = None if self.micro_batches is None or is_graph else self.micro_batches.cut(batch)
+        # New tokens of encoders belong to rows, but not to tokens of the step, by which halves are cut.
+        is_whole = self.micro_batches is None or is_graph or batch.foreign is not None
+        halves = None if is_whole or self.micro_batches is None else self.micro_batches.cut(batch)
         metadata, mappings = ({}, {}) if halves else self._groups.build(batch, step, for_graph=is_graph)
         facts = ForwardContext(
             attention_metadata=metadata,
@@ -85,7 +85,8 @@ class ForwardPass:
             padding_mask=self._padding_mask(batch, shape.graph_mode),
             uncompiled_layers=self._scopes.static.layers,
             graph_mode=shape.graph_mode,
-            skips_compiled=ENCODER_INPUTS in step.extensions,
+            skips_compiled=ENCODER_INPUTS in step.extensions or batch.foreign is not None,
+            encoder_hidden=None if batch.foreign is None else batch.foreign.hidden,
         )
         if is_graph:
             return self._run_graph(batch, step, facts)

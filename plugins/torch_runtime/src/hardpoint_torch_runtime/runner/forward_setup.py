@@ -85,6 +85,8 @@ def _shapes(
         reason = "mixtures of experts ask the device how many tokens each expert gets"
     elif config.parallel.tensor_parallel_size > 1:
         reason = "exchanges between ranks are not recorded"
+    elif any(most is not None for most in groups.foreign_tokens):
+        reason = "what an encoder adds to a step is not recorded"
     elif groups.graph_support is GraphSupport.NEVER:
         reason = "steps of the chosen attention backend cannot be captured"
     elif not shapes.captures_uniform:

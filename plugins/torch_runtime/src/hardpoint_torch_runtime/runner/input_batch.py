@@ -18,10 +18,28 @@ from hardpoint_torch_runtime.runner.buffers import StagedBuffer
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens, RowSpans
 from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
 
-__all__ = ["UNWRITTEN_SLOT", "InputBatch", "InputBuilder"]
+__all__ = ["UNWRITTEN_SLOT", "ForeignTokens", "InputBatch", "InputBuilder"]
 
 UNWRITTEN_SLOT = -1
 """Slot mapping entry of padding: cache writes skip it (R4.53)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTokens:
+    """Tokens of an encoder that the rows of a step attend to. E are those whose keys and values come with this step.
+
+    Attributes:
+        seq_lens: int32 [R'], per row, with its host array; 0 beyond R.
+        max_len: the largest of them.
+        hidden: [E, C], what the encoder made of the new ones, of rows one after another; None where there are none.
+        slot_mappings: per KV group int64 [E], and None for groups that hold the rows' own tokens.
+    """
+
+    seq_lens: torch.Tensor
+    seq_lens_cpu: np.ndarray
+    max_len: int
+    hidden: torch.Tensor | None
+    slot_mappings: tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +52,14 @@ class InputBatch:
         token_ids, positions: int64 [T'], where T' is ``num_tokens`` or the padded count.
         query_start_loc: int32 [R + 1]; seq_lens: int32 [R]; each with its host array.
         block_tables: per KV group int32 [R', B]; rows beyond R hold the null block.
-        slot_mappings: per KV group int64 [T']; padding is -1. All 0 for a group that keeps no KV.
+        slot_mappings: per KV group int64 [T']; padding is -1. All 0 for a group that keeps no KV of these tokens.
         sample_rows: int64 [S], batch rows that sample, ascending.
         logits_indices: int64 [S], token index of each of them; with drafts int64 [P], for each of these rows the places
             before its drafts and the one of its last draft.
         num_drafts: int32 [S], drafts at the end of the rows that sample; None where no row has any.
         drafts: int64 [D], ids of those drafts, row after row, -1 for missing ones.
         lengths_are_exact: False when what the host has of positions and lengths are upper bounds.
+        foreign: what rows attend to beside their own tokens, in models with an encoder.
         prompt_lens: int32 [R'], with its host array, where layers ask for them; 0 beyond R.
     """
 
@@ -67,6 +86,7 @@ class InputBatch:
     lengths_are_exact: bool = True
     prompt_lens: torch.Tensor | None = None
     prompt_lens_cpu: np.ndarray | None = None
+    foreign: ForeignTokens | None = None
 
 
 class InputBuilder:
@@ -264,7 +284,7 @@ class InputBuilder:
         self, group: int, table: BlockTable, token_slots: np.ndarray, positions: np.ndarray, padded: int
     ) -> None:
         mapping = self._slot_mappings[group].host
-        if not table.keeps_kv:
+        if not table.follows_tokens:
             mapping[:padded] = 0
             return
         num_tokens, size = len(token_slots), table.block_size
@@ -277,7 +297,8 @@ class InputBuilder:
     def _fill_table(self, group: int, table: BlockTable, slots: Int32Array, longest: int, padded_rows: int) -> None:
         """Only the columns the longest row reaches are refreshed; nothing may look beyond a row's length."""
         target, ratio = self._block_tables[group].host, self._kernel_blocks[group]
-        columns = min(-(-longest // table.block_size), table.max_blocks)
+        reached = table.max_blocks if table.is_foreign else -(-longest // table.block_size)
+        columns = min(reached, table.max_blocks)
         rows = table.ids[slots, :columns]
         if ratio == 1:
             target[: len(slots), :columns] = rows

@@ -15,6 +15,7 @@ from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import AppliedStep, BatchState
 from hardpoint_torch_runtime.runner.deferred import Deferral, ForwardProducts
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, EncoderStage
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension
 from hardpoint_torch_runtime.runner.flags import RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
@@ -36,7 +37,8 @@ class ModelRunner:
     the model, by default as it is.
 
     Absent unless given: ``axes`` where the model has several positions per token, ``pooling`` where requests may ask
-    for embeddings, a ``proposer`` of drafts, ``extensions`` of features, ``device`` where outputs are promises. What
+    for embeddings, a ``proposer`` of drafts, ``extensions`` of features, ``device`` where outputs are promises, an
+    ``encoder`` where the model has one beside its decoder. What
     of these keeps state by slot must be among the parts of ``state``;
     :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
     """
@@ -57,6 +59,7 @@ class ModelRunner:
         proposer: DraftProposer | None = None,
         extensions: Sequence[RunnerExtension] = (),
         device: DeviceResidence | None = None,
+        encoder: EncoderStage | None = None,
     ) -> None:
         self.model = model
         self.groups = groups
@@ -70,6 +73,7 @@ class ModelRunner:
         self._pooling = pooling
         self._extensions = tuple(extensions)
         self._device = device
+        self._encoder = encoder
         self._sampling = SamplingStage(sampler, state, proposer=proposer, device=device)
         self._deferral = Deferral()
         self._uploads: DeviceEvent | None = None
@@ -97,6 +101,8 @@ class ModelRunner:
             self.flags.checked_exchange.check_ranks()
         shape = self.forwards.shape(step)
         batch = self._inputs(step, applied, shape)
+        if self._encoder is not None:
+            batch = self._encoder.join(step, batch, self.state.refused)
         for extension in self._extensions:
             extension.before_forward(step, batch)
         hidden = self.forwards.run(batch, step, shape)
@@ -160,7 +166,12 @@ def profile_forward(
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     if isinstance(model, AxisPositions):
         positions = positions.expand(model.num_position_axes, num_tokens)
-    context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
+    encoded = None
+    if isinstance(model, EncoderModel):
+        encoded = torch.cat(list(model.encode([model.example_input(num_tokens)])))
+    context = ForwardContext(
+        attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens, encoder_hidden=encoded
+    )
     with set_forward_context(context):
         hidden = last_hidden(model.forward(token_ids, positions))
     if "generate" in model.info.tasks:

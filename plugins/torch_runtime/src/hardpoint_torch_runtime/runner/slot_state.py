@@ -23,18 +23,27 @@ NOBODY = -1
 class BlockTable:
     """Block ids of one KV group. ``ids`` int32 [N, B], null where a slot holds no block; ``counts`` int32 [N].
 
-    Without ``keeps_kv`` no slot ever holds one: the group's layers remember nothing from one step to the next.
+    Without ``keeps_kv`` no slot ever holds one: the group's layers remember nothing from one step to the next. In one
+    that ``is_foreign`` blocks hold tokens of another sequence, which are there from the start (cross-attention).
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int, *, keeps_kv: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, max_blocks: int, block_size: int, *, keeps_kv: bool = True, is_foreign: bool = False
+    ) -> None:
         self.block_size = block_size
         self.keeps_kv = keeps_kv
+        self.is_foreign = is_foreign
         self.ids: Int32Array = np.full((num_slots, max_blocks), NULL_BLOCK_ID, dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_slots, dtype=np.int32)
 
     @property
     def max_blocks(self) -> int:
         return self.ids.shape[1]
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether a slot's blocks hold its own tokens, and are as many as these need."""
+        return self.keeps_kv and not self.is_foreign
 
     def replace(self, slot: int, block_ids: Int32Array) -> None:
         self._check_width(len(block_ids), slot)
@@ -90,10 +99,16 @@ class SlotState:
         max_blocks: Sequence[int] | None = None,
         *,
         keeps_kv: Sequence[bool] | None = None,
+        foreign_tokens: Sequence[int | None] | None = None,
     ) -> None:
+        """``foreign_tokens``: per group, where its tables are of another sequence's tokens, how many at most."""
         # A step in flight may sample one token past the limit before the scheduler ends the request.
         width = max_tokens + 1
-        widths = max_blocks or [-(-width // size) + 1 for size in block_sizes]
+        foreign = foreign_tokens or [None] * len(block_sizes)
+        widths = max_blocks or [
+            -(-width // size) + 1 if most is None else -(-most // size)
+            for size, most in zip(block_sizes, foreign, strict=True)
+        ]
         self.token_ids: Int32Array = np.zeros((num_slots, width), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
@@ -102,8 +117,10 @@ class SlotState:
         self.generations: Int32Array = np.full(num_slots, NOBODY, dtype=np.int32)
         self.occupied: BoolArray = np.zeros(num_slots, dtype=np.bool_)
         self.tables = tuple(
-            BlockTable(num_slots, width_in_blocks, size, keeps_kv=keeps)
-            for size, width_in_blocks, keeps in zip(block_sizes, widths, keeps_kv or [True] * len(widths), strict=True)
+            BlockTable(num_slots, width_in_blocks, size, keeps_kv=keeps, is_foreign=most is not None)
+            for size, width_in_blocks, keeps, most in zip(
+                block_sizes, widths, keeps_kv or [True] * len(widths), foreign, strict=True
+            )
         )
 
     @property

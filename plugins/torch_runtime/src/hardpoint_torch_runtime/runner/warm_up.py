@@ -10,6 +10,7 @@ import numpy as np
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import Int32Array, PoolingParams, SamplingParams
 from hardpoint.interfaces.step import BlockUpdate, NewRow, SchedulerOutput
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel
 from hardpoint_torch_runtime.runner.runner import ModelRunner
 
 __all__ = ["run_warm_up"]
@@ -51,9 +52,12 @@ def _ints(*values: int) -> Int32Array:
 
 
 def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingParams) -> NewRow:
+    lengths = (num_tokens + 1 if most is None else most for most in runner.groups.foreign_tokens)
     blocks = tuple(
-        np.full(-(-(num_tokens + 1) // size), NULL_BLOCK_ID, dtype=np.int32) for size in runner.groups.block_sizes
+        np.full(-(-length // size), NULL_BLOCK_ID, dtype=np.int32)
+        for length, size in zip(lengths, runner.groups.block_sizes, strict=True)
     )
+    model = runner.model
     return NewRow(
         request_id=f"warm-up-{slot}",
         slot=slot,
@@ -62,6 +66,7 @@ def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingPara
         num_prompt_tokens=num_tokens,
         block_ids=blocks,
         sampling=sampling,
+        features=(model.example_input(num_tokens),) if isinstance(model, EncoderModel) else (),
     )
 
 
