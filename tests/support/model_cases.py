@@ -13,6 +13,7 @@ from model_cases_decoders import DECODER_CASES
 from model_cases_encdec import ENCODER_DECODER_CASES
 from model_cases_moe import MOE_CASES
 from model_cases_pooling import POOLING_CASES
+from model_cases_recurrent import JAMBA_CASES, MAMBA2_CASES, MAMBA_CASES, QWEN3_NEXT_CASES
 
 __all__ = ["BAMBA", "CASES", "GRANITE"]
 
@@ -174,12 +175,15 @@ _LISTED: tuple[ParityCase, ...] = (
         "no experts, rotation, groups, one KV head, biases, tied",
         plugins=_KEEPS_STATES,
     ),
+    *JAMBA_CASES,
     ParityCase("LlamaForCausalLM"),
     ParityCase(
         "LlamaForCausalLM",
         {**_ODD, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "odd heads, Llama 3 rotation, tied, biases",
     ),
+    *MAMBA2_CASES,
+    *MAMBA_CASES,
     ParityCase("MistralForCausalLM", {"sliding_window": None, "head_dim": 32}),
     ParityCase("MistralForCausalLM", {"sliding_window": 7, "num_key_value_heads": 1}, "windows of 7, one KV head"),
     ParityCase("MixtralForCausalLM", {"num_local_experts": 4}, limits=_ROUTED),
@@ -214,6 +218,7 @@ _LISTED: tuple[ParityCase, ...] = (
     *ENCODER_DECODER_CASES,
     *MOE_CASES,
     *POOLING_CASES,
+    *QWEN3_NEXT_CASES,
 )
 
 CASES = tuple(sorted(_LISTED, key=lambda case: case.architecture))

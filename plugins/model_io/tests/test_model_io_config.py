@@ -52,6 +52,15 @@ def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: 
     assert (info.vocab_size, info.max_position) == (77, 55)
 
 
+@pytest.mark.parametrize(("changes", "expected"), [({}, 1 << 18), ({"max_position_embeddings": 55}, 55)])
+def test_recurrent_layers_alone_limit_no_context(
+    hf_folder: MakeFolder, as_artifact: AsArtifact, changes: dict[str, Any], expected: int
+) -> None:
+    """Files of such models name no limit; where one does, it counts."""
+    config = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "max_position_embeddings": None, **changes}
+    assert SafetensorsWeightLoader().describe(as_artifact(hf_folder(config))).max_position == expected
+
+
 @pytest.mark.parametrize(
     ("name", "tasks"), [("BertModel", ("embed",)), ("T5ForConditionalGeneration", ("generate", "embed"))]
 )

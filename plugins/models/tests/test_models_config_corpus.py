@@ -13,9 +13,12 @@ from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from hardpoint_models.gemma3_config import read_gemma2, read_gemma3
 from hardpoint_models.granite import read_granite, read_granite_moe
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
+from hardpoint_models.jamba import read_jamba
+from hardpoint_models.mamba_config import read_mamba, read_mamba2
 from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from hardpoint_models.olmo import read_olmo2, read_olmo3
 from hardpoint_models.phi3 import read_phi3
+from hardpoint_models.qwen3_next import read_qwen3_next
 from hardpoint_models.smollm3 import read_smollm3
 from hardpoint_torch_runtime.layers import RopeParameters
 
@@ -63,6 +66,11 @@ MIXER: dict[str, Any] = {
     "mamba_conv_bias": True,
     "time_step_limit": [0.01, 0.9],
 }
+RECURRENT: dict[str, Any] = {
+    **{name: DENSE[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings")},
+    **{"state_size": 8, "conv_kernel": 4, "expand": 2, "use_bias": False, "use_conv_bias": True},
+    **{"layer_norm_epsilon": 1e-5, "residual_in_fp32": True},
+}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FACTORS: dict[str, Any] = {
     "attention_multiplier": 0.3,
@@ -84,6 +92,29 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
             "shared_intermediate_size": 32,
             **FACTORS,
             "position_embedding_type": "rope",
+        },
+    ),
+    "Jamba": (
+        read_jamba,
+        {
+            **{**MIXER, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2},
+            **{"expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_dt_rank": 3},
+        },
+    ),
+    "Mamba": (read_mamba, {**RECURRENT, "intermediate_size": 96, "time_step_rank": "auto", "hidden_act": "silu"}),
+    "Mamba-2": (
+        read_mamba2,
+        {**RECURRENT, "num_heads": 6, "head_dim": 16, "n_groups": 2, "time_step_limit": [0.01, 0.9]},
+    ),
+    "Qwen3-Next": (
+        read_qwen3_next,
+        {
+            **DENSE,
+            **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 4),
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+            **{"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
     "Mixtral": (read_mixtral, {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),

@@ -10,6 +10,7 @@ import transformers
 
 from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
+from hardpoint_torch_runtime.layers import MambaSizes
 
 BASE: dict[str, Any] = {
     "hidden_size": 48,
@@ -24,6 +25,7 @@ BASE: dict[str, Any] = {
 def test_what_bamba_may_leave_out() -> None:
     config = read_bamba(BASE, "BambaForCausalLM")
     defaults = transformers.BambaConfig()
+    assert isinstance(config.mixer, MambaSizes)
     assert config.recurrent == (True,) * 3
     assert config.norm_eps == defaults.rms_norm_eps
     assert config.mixer.state_size == defaults.mamba_d_state
@@ -64,7 +66,9 @@ def test_granite_rotates_only_where_it_says_so(position: str | None) -> None:
 
 @pytest.mark.parametrize("largest", [math.inf, {"__float__": "Infinity"}])
 def test_limits_without_an_upper_end(largest: object) -> None:
-    assert read_bamba({**BASE, "time_step_limit": [0.5, largest]}, "A").mixer.step_limits == (0.5, math.inf)
+    mixer = read_bamba({**BASE, "time_step_limit": [0.5, largest]}, "A").mixer
+    assert isinstance(mixer, MambaSizes)
+    assert mixer.step_limits == (0.5, math.inf)
 
 
 def test_granite_without_experts() -> None:

@@ -21,24 +21,38 @@ from hardpoint_models.text_pooling import SENTENCE_FIELD
 from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
 from hardpoint_torch_runtime.lowering import LoweredForward, NotStandard, StandardStack
 
-__all__ = ["LAYER", "CausalConfig", "CausalModel", "GatedMLP", "LayerStack", "causal_rules", "gated_rules"]
+__all__ = [
+    "LAYER",
+    "CausalConfig",
+    "CausalModel",
+    "GatedMLP",
+    "LayerStack",
+    "StackConfig",
+    "causal_rules",
+    "gated_rules",
+]
 
 LAYER = "model.layers.*"
 
 
-class CausalConfig(Protocol):
+class StackConfig(Protocol):
     """What every family's record says; sizes are those of the whole model."""
 
     @property
     def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
     def is_tied(self) -> bool: ...
+
+
+class CausalConfig(StackConfig, Protocol):
+    """That of families with feed-forward blocks."""
+
+    @property
+    def intermediate_size(self) -> int: ...
     @property
     def mlp_bias(self) -> bool: ...
 
@@ -70,7 +84,7 @@ class LayerStack(torch.nn.Module):
 
     def __init__(
         self,
-        config: CausalConfig,
+        config: StackConfig,
         layers: LayerToolkit,
         stage: StageRange,
         make_layer: Callable[[int], torch.nn.Module],
@@ -114,7 +128,7 @@ class CausalModel(torch.nn.Module):
     def __init__(
         self,
         info: ModelInfo,
-        config: CausalConfig,
+        config: StackConfig,
         layers: LayerToolkit,
         stage: StageRange | None,
         make_stack: Callable[[StageRange], LayerStack],
@@ -231,7 +245,7 @@ class CausalModel(torch.nn.Module):
         return self.stage.has_head
 
 
-def causal_rules(config: CausalConfig) -> list[WeightRule]:
+def causal_rules(config: StackConfig) -> list[WeightRule]:
     """Rules for the head and for attention with projections of its own, stored one by one or fused."""
     fused = f"{LAYER}.self_attn.qkv_proj.*"
     return [

@@ -11,22 +11,29 @@ from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.causal import LAYER, gated_rules
 from hardpoint_models.config_fields import ConfigFields, finite, shown
-from hardpoint_models.decoder_config import require_grouped_heads
+from hardpoint_models.decoder_config import ExpertsConfig, require_grouped_heads
 from hardpoint_models.granite_rules import EXPERT_RULES
-from hardpoint_torch_runtime.layers import MambaSizes, MixtureSizes, RopeParameters, RoutingParameters
+from hardpoint_torch_runtime.layers import (
+    DeltaSizes,
+    MambaSizes,
+    MixtureSizes,
+    RopeParameters,
+    RoutingParameters,
+    SelectiveSizes,
+)
 
-__all__ = ["HybridConfig", "HybridExperts", "read_bamba", "read_granite_hybrid"]
+__all__ = [
+    "HybridConfig",
+    "mixer_rules",
+    "read_bamba",
+    "read_granite_hybrid",
+    "read_layer_kinds",
+    "read_step_limits",
+    "unchanged_rules",
+]
 
 LAYER_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 """Old and new names of the kinds of layers, and whether each is recurrent."""
-
-
-@dataclass(frozen=True, slots=True)
-class HybridExperts:
-    """A mixture of experts in every layer, with a shared one that every token passes."""
-
-    sizes: MixtureSizes
-    routing: RoutingParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,11 @@ class HybridConfig:
     """Sizes are those of the whole model; ``recurrent`` holds one entry per layer, False for attention.
 
     Attributes:
-        intermediate_size: of the feed-forward block where there are no ``experts``.
+        intermediate_size: of the feed-forward block of layers without experts.
+        mixer: of the recurrent layers, which checkpoints keep under ``mixer_name``.
+        qk_norm: heads of queries and keys are normalized before they rotate.
+        gates_output: queries come with as many gates for what attention yields.
+        norm_offset: what checkpoints leave off the weights of norms, those within mixers apart.
         rope: None where attention sees no positions.
         attention_scale: factor on the products of queries and keys.
         embedding_scale: factor on embeddings, given ones too.
@@ -55,11 +66,15 @@ class HybridConfig:
     attention_bias: bool
     mlp_bias: bool
     attention_scale: float
-    mixer: MambaSizes
+    mixer: MambaSizes | SelectiveSizes | DeltaSizes
     recurrent: tuple[bool, ...]
     rules: tuple[WeightRule, ...]
     rope: RopeParameters | None
-    experts: HybridExperts | None = None
+    experts: ExpertsConfig | None = None
+    mixer_name: str = "mamba"
+    qk_norm: bool = False
+    gates_output: bool = False
+    norm_offset: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -132,7 +147,7 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
         intermediate_size=shared_size,
         mlp_bias=False,
         attention_scale=fields.number("attention_multiplier", 1.0),
-        recurrent=_layer_kinds(fields, shared["num_layers"]),
+        recurrent=read_layer_kinds(fields, shared["num_layers"]),
         rules=GRANITE_DENSE_RULES if experts is None else GRANITE_SPARSE_RULES,
         rope=RopeParameters.from_config(present) if rotates else None,
         experts=experts,
@@ -182,7 +197,7 @@ def _mixer(fields: ConfigFields, hidden_size: int, norm_eps: float) -> MambaSize
             norm_eps=norm_eps,
             has_bias=fields.flag("mamba_proj_bias", False),
             has_conv_bias=fields.flag("mamba_conv_bias", True),
-            step_limits=_step_limits(fields),
+            step_limits=read_step_limits(fields),
         )
     except ValueError as error:
         raise ModelFormatError(
@@ -190,7 +205,8 @@ def _mixer(fields: ConfigFields, hidden_size: int, norm_eps: float) -> MambaSize
         ) from error
 
 
-def _step_limits(fields: ConfigFields) -> tuple[float, float]:
+def read_step_limits(fields: ConfigFields) -> tuple[float, float]:
+    """The smallest and the largest step of ``time_step_limit``; ``ModelFormatError`` for anything but two such."""
     given = fields.raw.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -210,7 +226,7 @@ def _step_limit(given: Any) -> Any:
     return math.inf if given == math.inf else finite(given)
 
 
-def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+def read_layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Per layer whether it is recurrent; all are where the configuration says nothing."""
     given = fields.raw.get("layer_types")
     if given is None:
@@ -231,7 +247,8 @@ def _is_recurrent(fields: ConfigFields, kind: Any) -> bool:
     return LAYER_KINDS[kind]
 
 
-def _experts(fields: ConfigFields, shared_size: int) -> HybridExperts | None:
+def _experts(fields: ConfigFields, shared_size: int) -> ExpertsConfig | None:
+    """In all layers or none; where checkpoints keep them is said elsewhere."""
     if fields.raw.get("num_local_experts") == 0:
         return None
     num_experts = fields.integer("num_local_experts", 8)
@@ -242,16 +259,19 @@ def _experts(fields: ConfigFields, shared_size: int) -> HybridExperts | None:
             f"num_local_experts={num_experts}"
         )
     sizes = MixtureSizes(fields.integer("hidden_size"), fields.integer("intermediate_size"), shared_size)
-    return HybridExperts(sizes, RoutingParameters(num_experts, num_chosen, renormalizes=True))
+    routing = RoutingParameters(num_experts, num_chosen, renormalizes=True)
+    return ExpertsConfig(sizes, routing, layers=(True,) * fields.num_layers(), rules=())
+
+
+def mixer_rules(mixer_name: str, names: Sequence[str]) -> tuple[WeightRule, ...]:
+    """Of what a mixer has, under the same names."""
+    return tuple(WeightRule(f"{LAYER}.{mixer_name}.{name}", f"{LAYER}.mixer.{name}") for name in names)
 
 
 def unchanged_rules() -> Sequence[WeightRule]:
     """Of what all checkpoints of the family name alike."""
-    names = [
-        "model.embed_tokens.weight",
-        f"{LAYER}.input_layernorm.weight",
-        f"{LAYER}.self_attn.o_proj.*",
-        *(f"{LAYER}.mamba.{parameter}" for parameter in ("A_log", "D", "dt_bias")),
-        *(f"{LAYER}.mamba.{module}.*" for module in ("in_proj", "conv1d", "norm", "out_proj")),
+    names = ("model.embed_tokens.weight", f"{LAYER}.input_layernorm.weight", f"{LAYER}.self_attn.o_proj.*")
+    return [
+        *(WeightRule(name, name) for name in names),
+        *mixer_rules("mamba", ("A_log", "D", "dt_bias", "in_proj.*", "conv1d.*", "norm.*", "out_proj.*")),
     ]
-    return [WeightRule(name, name) for name in names]

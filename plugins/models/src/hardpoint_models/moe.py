@@ -21,6 +21,7 @@ __all__ = [
     "expert_rules",
     "shared_expert_rules",
     "softmax_routing",
+    "sparse_layers",
 ]
 
 MIXTRAL = DecoderVariant(
@@ -30,10 +31,11 @@ QWEN2_MOE = DecoderVariant(output_bias=False, mlp_bias=False, has_sliding_window
 QWEN3_MOE = DecoderVariant(mlp_bias=False, qk_norm="heads", has_sliding_window=True, default_window=4096)
 
 
-def expert_rules(block: str, *, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+def expert_rules(block: str, *, gate: str, up: str, down: str, stacks: str = "mlp") -> tuple[WeightRule, ...]:
     """Rules for the layout with every expert apart, in which ``block`` and the projections have the names given, and
-    for the one with the experts stacked, gate over up, under ``mlp``."""
+    for the one with the experts stacked, gate over up, under ``stacks``."""
     held, stored = "model.layers.*.mlp", f"model.layers.*.{block}"
+    stacked = f"model.layers.*.{stacks}.experts"
     apart = f"{stored}.experts.*"
     rules = (
         WeightRule(f"{stored}.gate.weight", f"{held}.gate.weight"),
@@ -41,8 +43,8 @@ def expert_rules(block: str, *, gate: str, up: str, down: str) -> tuple[WeightRu
         WeightRule(f"{apart}.{gate}.*", f"{held}.experts.*.gate_up_proj.*", "gate"),
         WeightRule(f"{apart}.{up}.*", f"{held}.experts.*.gate_up_proj.*", "up"),
         WeightRule(f"{apart}.{down}.*", f"{held}.experts.*.down_proj.*"),
-        WeightRule(f"{held}.experts.gate_up_proj", None, unstacked=(f"{apart}.{gate}.weight", f"{apart}.{up}.weight")),
-        WeightRule(f"{held}.experts.down_proj", None, unstacked=(f"{apart}.{down}.weight",)),
+        WeightRule(f"{stacked}.gate_up_proj", None, unstacked=(f"{apart}.{gate}.weight", f"{apart}.{up}.weight")),
+        WeightRule(f"{stacked}.down_proj", None, unstacked=(f"{apart}.{down}.weight",)),
     )
     return tuple(dict.fromkeys(rules))
 
@@ -95,7 +97,7 @@ def read_qwen2_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfi
             weighs_shared=True,
         ),
         routing=softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
-        layers=_sparse_layers(fields, num_layers),
+        layers=sparse_layers(fields, num_layers),
         rules=(
             *shared_expert_rules("model.layers.*.mlp.shared_expert"),
             *expert_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
@@ -113,7 +115,7 @@ def read_qwen3_moe(config: Mapping[str, Any], architecture: str) -> DecoderConfi
     experts = ExpertsConfig(
         sizes=MixtureSizes(dense.hidden_size, fields.integer("moe_intermediate_size")),
         routing=softmax_routing(fields, renormalizes=fields.flag("norm_topk_prob", False)),
-        layers=_sparse_layers(fields, dense.num_layers),
+        layers=sparse_layers(fields, dense.num_layers),
         rules=expert_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     )
     return replace(dense, experts=experts)
@@ -132,7 +134,7 @@ def softmax_routing(fields: ConfigFields, *, renormalizes: bool) -> RoutingParam
     return RoutingParameters(num_experts, num_chosen, renormalizes=renormalizes)
 
 
-def _sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+def sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Per layer whether it has experts: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers")

@@ -20,18 +20,25 @@ __all__ = ["attention_need", "bare_need", "describe_need", "layer_needs"]
 VISION_PREFIX = "vision"
 """What ``use_bidirectional_attention`` says of models whose image tokens see one another in both directions."""
 
+USUAL_HEAD_SIZE = 64
+
 LayersByNeed = Mapping[AttentionNeed, tuple[str, ...]]
 
 
 def attention_need(config: WorkerConfig, device: DeviceDescription) -> AttentionNeed:
     """What this rank's attention layers will ask for, as far as the model's configuration and the settings tell.
 
-    Raises ``ModelFormatError`` when head counts are missing or do not fit.
+    A configuration that names no attention heads is that of recurrent layers alone, or has names of its own: what it
+    needs is then up to its layers, and a usual head stands for them until they are there.
+
+    Raises ``ModelFormatError`` for head counts that cannot be.
     """
     fields = config.model.config
-    heads = _count(fields, "num_attention_heads")
-    kv_heads = _count(fields, "num_key_value_heads", heads)
-    head_size = _count(fields, "head_dim", max(1, _count(fields, "hidden_size") // heads))
+    heads, kv_heads, head_size = 1, 1, USUAL_HEAD_SIZE
+    if fields.get("num_attention_heads") is not None:
+        heads = _count(fields, "num_attention_heads")
+        kv_heads = _count(fields, "num_key_value_heads", heads)
+        head_size = _count(fields, "head_dim", max(1, _count(fields, "hidden_size") // heads))
     latent_rank = fields.get("kv_lora_rank")
     if latent_rank is not None:
         kv_heads, head_size = 1, _count(fields, "kv_lora_rank") + _count(fields, "qk_rope_head_dim")

@@ -89,7 +89,7 @@ def attention_report(
 ) -> AttentionReport:
     """The decision for ``described`` without binding a device, allocating a model or reading a weight.
 
-    Raises ``ModelFormatError`` for a configuration without head counts.
+    Raises ``ModelFormatError`` for head counts that cannot be.
     """
     selector = _selector(plugins, platform, config, None)
     base = attention_need(config, described)

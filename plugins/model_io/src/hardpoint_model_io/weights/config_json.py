@@ -29,6 +29,10 @@ _POOLING_METHODS = ("cls", "last", "mean")
 _JUDGING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 _COUNTS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
 """Model types whose table of positions is used from behind the padding's id on."""
+_UNLIMITED = ("mamba", "mamba2", "falcon_mamba")
+"""Kinds of models whose layers know no positions, and whose files name no limit."""
+_UNLIMITED_POSITIONS = 1 << 18
+"""What these are served up to: far more than they were trained on, and no more than tables by position can bear."""
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -55,7 +59,7 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
-    max_position = _positive(text, _POSITION_KEYS, path) - _unused_positions(config)
+    max_position = _max_position(text, path) - _unused_positions(config)
     if max_position < 1:
         raise ModelFormatError(f"{path}: 'pad_token_id' leaves no positions for tokens; the file is damaged")
     config.pop(SENTENCE_FIELD, None)
@@ -140,6 +144,12 @@ def _flatten_rope(config: dict[str, Any]) -> None:
         config.setdefault("rope_theta", parameters["rope_theta"])
     if parameters.get("rope_type", "default") != "default":
         config.setdefault("rope_scaling", {key: value for key, value in parameters.items() if key != "rope_theta"})
+
+
+def _max_position(text: Mapping[str, Any], path: str) -> int:
+    if text.get("model_type") in _UNLIMITED and all(text.get(key) is None for key in _POSITION_KEYS):
+        return _UNLIMITED_POSITIONS
+    return _positive(text, _POSITION_KEYS, path)
 
 
 def _positive(config: Mapping[str, Any], keys: tuple[str, ...], path: str) -> int:

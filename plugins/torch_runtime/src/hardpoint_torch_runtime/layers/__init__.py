@@ -3,6 +3,7 @@
 from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
+from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
 from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
@@ -28,11 +29,13 @@ from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, Mixt
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
+from hardpoint_torch_runtime.layers.recurrent import RecurrentLayer
 from hardpoint_torch_runtime.layers.relative_bias import RelativeBias
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
 from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
+from hardpoint_torch_runtime.layers.selective_mixer import SelectiveMixer, SelectiveSizes
 from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
 from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
 from hardpoint_torch_runtime.layers.stored_weights import (
@@ -57,6 +60,8 @@ __all__ = [
     "ChannelInt8Weight",
     "ClampedSwiGLU",
     "ColumnParallelLinear",
+    "DeltaMixer",
+    "DeltaSizes",
     "DenseWeight",
     "EmbeddingTable",
     "ExpertMLP",
@@ -86,6 +91,7 @@ __all__ = [
     "PlacingLinearMethod",
     "QKVParallelLinear",
     "RMSNorm",
+    "RecurrentLayer",
     "RelativeBias",
     "ReplicatedLinear",
     "RopeParameters",
@@ -95,6 +101,8 @@ __all__ = [
     "RowParallelLinear",
     "ScoreBias",
     "SegmentedColumnLinear",
+    "SelectiveMixer",
+    "SelectiveSizes",
     "ShardedModule",
     "ShardedRMSNorm",
     "SiluAndMul",

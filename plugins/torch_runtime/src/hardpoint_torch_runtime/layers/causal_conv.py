@@ -12,15 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, place_parts
+from hardpoint_torch_runtime.layers.recurrent import Rows, starting_states
 from hardpoint_torch_runtime.layers.state_plan import DecodeRows, ScanRows
 
-__all__ = ["CausalConv", "starting_states"]
-
-
-def starting_states(states: torch.Tensor, reads: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """The states [R, ...] in blocks ``reads``, zero for the rows ``fresh``: what their blocks hold is an earlier
-    owner's, and may be no number."""
-    return states[reads].index_fill_(0, fresh, 0.0)
+__all__ = ["CausalConv"]
 
 
 class CausalConv(torch.nn.Module):
@@ -46,18 +41,21 @@ class CausalConv(torch.nn.Module):
     def state_shape(self) -> tuple[int, int]:
         return self.width - 1, self.channels
 
-    def decode(self, x: torch.Tensor, states: torch.Tensor | None, rows: DecodeRows) -> torch.Tensor:
-        """One token of each row, [D, C] to float32 [D, C]. ``states`` [blocks, K - 1, C] are read and written."""
-        before = self._starting(states, rows.reads, rows.fresh, x.device)
+    def forward(self, rows: Rows, x: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """[T, C] of all tokens of ``rows`` to float32 [T, C]. ``states`` [blocks, K - 1, C] are read and written;
+        without them rows start from nothing and nothing is kept."""
+        return self._decode(x, states, rows) if isinstance(rows, DecodeRows) else self._scan(x, states, rows)
+
+    def _decode(self, x: torch.Tensor, states: torch.Tensor | None, rows: DecodeRows) -> torch.Tensor:
+        """One token of each row."""
+        before = starting_states(states, rows, self.state_shape, x.device)
         window = torch.cat((before, x.float().unsqueeze(1)), dim=1)
         if states is not None:
             states[rows.writes] = window[:, 1:]
         return F.silu(self._weighted([window[:, place] for place in range(self.width)]))
 
-    def scan(self, x: torch.Tensor, states: torch.Tensor | None, rows: ScanRows) -> torch.Tensor:
-        """All tokens of each row, [T, C] to float32 [T, C]. ``states`` as for :meth:`decode`; without them rows start
-        from nothing and nothing is kept."""
-        before = self._starting(states, rows.reads, rows.fresh, x.device)
+    def _scan(self, x: torch.Tensor, states: torch.Tensor | None, rows: ScanRows) -> torch.Tensor:
+        before = starting_states(states, rows, self.state_shape, x.device)
         back = self.width - 1
         # Each row's inputs behind those of its state: the window of token t begins at t + back * (its row).
         lanes = torch.arange(back, device=x.device)
@@ -74,13 +72,6 @@ class CausalConv(torch.nn.Module):
         count = len(line) - back
         convolved = self._weighted([line[place : place + count] for place in range(self.width)])
         return F.silu(convolved[token_places] if len(rows.starts) > 1 else convolved)
-
-    def _starting(
-        self, states: torch.Tensor | None, reads: torch.Tensor, fresh: torch.Tensor, device: torch.device
-    ) -> torch.Tensor:
-        if states is None:
-            return torch.zeros(len(reads), *self.state_shape, dtype=torch.float32, device=device)
-        return starting_states(states, reads, fresh)
 
     def _weighted(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of ``taps``, each [n, C], times the weights from the oldest to the newest, and the bias."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint_torch_runtime.layers.causal_conv import starting_states
+from hardpoint_torch_runtime.layers.recurrent import Rows, scan_waves, starting_states
 from hardpoint_torch_runtime.layers.state_plan import DecodeRows, ScanRows, ScanWave
 
-__all__ = ["SSMInputs", "ssm_decode", "ssm_scan"]
+__all__ = ["SSMInputs", "ssm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,20 @@ class SSMInputs:
     def state_shape(self) -> tuple[int, int, int]:
         return self.x.shape[1], self.x.shape[2], self.b.shape[2]
 
-    def taken(self, start: int, stop: int) -> SSMInputs:
-        """Those of some tokens."""
-        part = slice(start, stop)
-        return SSMInputs(self.x[part], self.steps[part], self.b[part], self.c[part], self.decay)
+
+def ssm(inputs: SSMInputs, states: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+    """All tokens of ``rows``: float32 [T, H, P], without the skip.
+
+    ``states`` [blocks, H, P, N] are read and written; None: rows start from nothing, and nothing is kept.
+    """
+    start = starting_states(states, rows, inputs.state_shape, inputs.x.device)
+    return _decode(inputs, start, states, rows) if isinstance(rows, DecodeRows) else _scan(inputs, start, states, rows)
 
 
-def ssm_decode(inputs: SSMInputs, states: torch.Tensor | None, rows: DecodeRows) -> torch.Tensor:
-    """One token of each row: float32 [D, H, P], without the skip. ``states`` [blocks, H, P, N] are read and written;
-    None: rows start from nothing, and nothing is kept."""
+def _decode(inputs: SSMInputs, state: torch.Tensor, states: torch.Tensor | None, rows: DecodeRows) -> torch.Tensor:
     num_rows = len(inputs.x)
     heads, size, state_size = inputs.state_shape
     groups = inputs.b.shape[1]
-    state = _starting(inputs, states, rows.reads, rows.fresh)
     state.mul_(torch.exp(inputs.steps * inputs.decay)[:, :, None, None])
     by_group = state.view(num_rows * groups, heads // groups * size, state_size)
     x = (inputs.x * inputs.steps.unsqueeze(-1)).reshape(num_rows * groups, -1, 1)
@@ -56,26 +57,12 @@ def ssm_decode(inputs: SSMInputs, states: torch.Tensor | None, rows: DecodeRows)
     return torch.bmm(by_group, inputs.c.reshape(num_rows * groups, state_size, 1)).view(num_rows, heads, size)
 
 
-def ssm_scan(inputs: SSMInputs, states: torch.Tensor | None, rows: ScanRows) -> torch.Tensor:
-    """All tokens of each row, wave by wave: float32 [T, H, P]. ``states`` as for :func:`ssm_decode`."""
-    state = _starting(inputs, states, rows.reads, rows.fresh)
-    output = torch.empty_like(inputs.x)
-    for wave in rows.waves:
-        before = state[wave.rows]
+def _scan(inputs: SSMInputs, start: torch.Tensor, states: torch.Tensor | None, rows: ScanRows) -> torch.Tensor:
+    def compute(wave: ScanWave, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chunk = _Chunk.of(inputs, wave)
-        y = chunk.outputs(before).flatten(0, 1)
-        output[wave.tokens[wave.places]] = y[wave.places]
-        after = chunk.state_after(before)
-        state[wave.rows] = after
-        if states is not None:
-            states[wave.blocks] = after[wave.kept]
-    return output
+        return chunk.outputs(before), chunk.state_after(before)
 
-
-def _starting(inputs: SSMInputs, states: torch.Tensor | None, reads: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    if states is None:
-        return torch.zeros(len(reads), *inputs.state_shape, dtype=torch.float32, device=inputs.x.device)
-    return starting_states(states, reads, fresh)
+    return scan_waves(start, states, rows, torch.empty_like(inputs.x), compute)
 
 
 @dataclass(frozen=True, slots=True)

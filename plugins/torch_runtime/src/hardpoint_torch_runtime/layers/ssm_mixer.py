@@ -14,15 +14,13 @@ import torch.nn.functional as F
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.kv_cache_specs import MambaCacheMode, MambaSpec
-from hardpoint_torch_runtime.forward_context import get_forward_context
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
 from hardpoint_torch_runtime.layers.linear import LinearFactory, RowParallelLinear
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import Placement
+from hardpoint_torch_runtime.layers.recurrent import RecurrentLayer, Rows
 from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear, shared_part, split_part
-from hardpoint_torch_runtime.layers.ssm import SSMInputs, ssm_decode, ssm_scan
-from hardpoint_torch_runtime.layers.state_plan import StateMetadata, whole_row
-from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
+from hardpoint_torch_runtime.layers.ssm import SSMInputs, ssm
 
 __all__ = ["GatedRMSNorm", "MambaMixer", "MambaSizes"]
 
@@ -103,7 +101,7 @@ class GatedRMSNorm(torch.nn.Module):
         return f"{self._share.length}, groups of {self._group_size}, eps={self.eps}"
 
 
-class MambaMixer(UncompiledLayer):
+class MambaMixer(RecurrentLayer):
     """[T, C] to [T, C]. Convolution inputs and states of the recurrence are kept in the KV cache, in float32.
 
     Parameters beside those of its layers: ``A_log``, ``D`` and ``dt_bias``, float32 [H].
@@ -154,38 +152,14 @@ class MambaMixer(UncompiledLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, convolved, steps = self.in_proj(hidden).split(self._widths, dim=-1)
         steps = F.softplus(steps.float() + self.dt_bias).clamp(*self.sizes.step_limits)
-        return self.out_proj(self.norm(self._mix(convolved, steps), gate))
+        step = self.step_states(len(hidden), hidden.device)
 
-    def _mix(self, convolved: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Convolution and recurrence of both kinds of rows: float32 [T, I], zero for padding."""
-        context = get_forward_context()
-        conv_states = ssm_states = None
-        if context.attention_metadata is None:
-            metadata = whole_row(len(convolved), convolved.device)
-        else:
-            metadata = self._metadata(context.attention_metadata)
-            conv_states, ssm_states = context.states[self.name]
-        output = torch.zeros(len(convolved), self._widths[0], dtype=torch.float32, device=convolved.device)
-        split = metadata.num_decodes
-        if metadata.decodes is not None:
-            x = self.conv1d.decode(convolved[:split], conv_states, metadata.decodes)
-            inputs = self._inputs(x, steps[:split])
-            output[:split] = self._skipped(inputs, ssm_decode(inputs, ssm_states, metadata.decodes))
-        if metadata.scans is not None:
-            end = split + metadata.scans.num_tokens
-            x = self.conv1d.scan(convolved[split:end], conv_states, metadata.scans)
-            inputs = self._inputs(x, steps[split:end])
-            output[split:end] = self._skipped(inputs, ssm_scan(inputs, ssm_states, metadata.scans))
-        return output
+        def recur(rows: Rows, convolved: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+            inputs = self._inputs(self.conv1d(rows, convolved, step.conv), steps)
+            return self._skipped(inputs, ssm(inputs, step.recurrence, rows))
 
-    def _metadata(self, entries: dict[str, object]) -> StateMetadata:
-        metadata = entries.get(self.name)
-        if not isinstance(metadata, StateMetadata):
-            raise RuntimeError(
-                f"the forward context's attention_metadata has {type(metadata).__name__} for layer {self.name!r}; a "
-                "recurrent layer needs StateMetadata"
-            )
-        return metadata
+        mixed = step.over_rows(recur, (convolved, steps), self._widths[0])
+        return self.out_proj(self.norm(mixed, gate))
 
     def _inputs(self, x: torch.Tensor, steps: torch.Tensor) -> SSMInputs:
         inner, b, c = x.split(self._conv_widths, dim=-1)

@@ -25,6 +25,7 @@ from hardpoint.interfaces.quantization import LinearMethod, LinearShape, Quantiz
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers.activation import Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
+from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
@@ -39,15 +40,17 @@ from hardpoint_torch_runtime.layers.moe import MixtureOfExperts, MixtureSizes
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.placement import OutputPart
+from hardpoint_torch_runtime.layers.recurrent import RecurrentLayer
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import RoutingParameters
+from hardpoint_torch_runtime.layers.selective_mixer import SelectiveMixer, SelectiveSizes
 from hardpoint_torch_runtime.layers.ssm_mixer import MambaMixer, MambaSizes
 from hardpoint_torch_runtime.ops.seams import Kernels
 
 __all__ = ["LayerToolkit"]
 
-CachingLayer = TypeVar("CachingLayer", AttentionLayer, MambaMixer)
+CachingLayer = TypeVar("CachingLayer", bound=AttentionLayer | RecurrentLayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class LayerToolkit:
     state_mode: MambaCacheMode = MambaCacheMode.NONE
     """Which states of a sequence recurrent layers keep."""
 
-    attention_layers: dict[str, AttentionLayer | MambaMixer] = field(default_factory=dict)
+    attention_layers: dict[str, AttentionLayer | RecurrentLayer] = field(default_factory=dict)
     """Every attention layer created, and every recurrent one that is in the place of one, by name, in model order."""
 
     _rotary: dict[tuple[int, RopeParameters, bool], RotaryEmbedding] = field(default_factory=dict)
@@ -293,6 +296,15 @@ class LayerToolkit:
     def mamba_mixer(self, name: str, sizes: MambaSizes) -> MambaMixer:
         """A Mamba-2 mixer with its projections, whose states are kept in the KV cache."""
         return self._add(MambaMixer(name, sizes, self.linear_factory, self.config.block_size, self.state_mode))
+
+    def selective_mixer(self, name: str, sizes: SelectiveSizes) -> SelectiveMixer:
+        """A Mamba-1 mixer with its projections, whose states are kept in the KV cache."""
+        factory, block_size = self.linear_factory, self.config.block_size
+        return self._add(SelectiveMixer(name, sizes, factory, self.rms_norm, block_size, self.state_mode))
+
+    def delta_mixer(self, name: str, sizes: DeltaSizes) -> DeltaMixer:
+        """A gated delta network with its projections, whose states are kept in the KV cache."""
+        return self._add(DeltaMixer(name, sizes, self.linear_factory, self.config.block_size, self.state_mode))
 
     def _add(self, layer: CachingLayer) -> CachingLayer:
         if layer.name in self.attention_layers:
