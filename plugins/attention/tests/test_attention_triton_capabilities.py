@@ -36,6 +36,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "fp8 on AMD": {"kv_cache_dtype": "fp8", "device": MI300},
     "fp8 with a scale per head": {"kv_cache_dtype": "fp8", "per_head_scales": True},
+    "fp8 on a device that has no such type": {"kv_cache_dtype": "fp8", "device": A100},
     "fp8 of two bits on an older device": {"kv_cache_dtype": "fp8_e5m2", "device": A100},
     "int8": {"kv_cache_dtype": "int8_per_token_head", "device": A100},
     "head size 80": {"head_size": 80},
@@ -65,7 +66,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another dtype": ({"dtype": "float64"}, "float64 is not one of"),
     "another cache": ({"kv_cache_dtype": "uint8"}, "uint8 is none of"),
     "an unknown cache": ({"kv_cache_dtype": "fp3"}, "'fp3' is unknown"),
-    "fp8 on an older device": ({"kv_cache_dtype": "fp8", "device": A100}, "capability 8.9; fp8_e5m2"),
     "int8 of latents": (
         {"kv_cache_dtype": "int8_per_token_head", "uses_mla": True, "num_kv_heads": 1},
         "no place for the scales",

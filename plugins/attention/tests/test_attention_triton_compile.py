@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import json
+import sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -22,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 class Absent:
     "Answers for a device; nothing is run."
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_target = lambda self: GPUTarget("cuda", int(sys.argv[1]), 32)
     get_current_device = lambda self: 0
     get_current_stream = lambda self, device=None: 0
     set_current_device = lambda self, device: None
@@ -34,14 +35,18 @@ launch = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **settings: launch(self, *args, grid=grid, warmup=True, **settings)
 
 from hardpoint.interfaces.attention import AttentionKind
-from hardpoint_attention.triton import TritonBackend
+from hardpoint_attention.triton import TritonBackend, impl
 from hardpoint_attention.triton.configs import TABLES, Phase, SizeClass, Target
+from hardpoint_attention.triton.device import DeviceFacts
 from hardpoint_attention.triton.kernels.attention import attend
 from hardpoint_attention.triton.kernels.cache_write import write_states
 from hardpoint_attention.triton.planning import LaunchPlan
 from hardpoint_testing_torch import AttentionShape, make_problem, run_backend
+from hardpoint_torch_runtime.float8_support import converts_e4m3
 
-TILES = TABLES[Target.SM_90][SizeClass.UP_TO_64, 2, Phase.DECODE]
+target = Target("sm_" + sys.argv[1])
+impl.device_facts = lambda device: DeviceFacts(target, 100, converts_e4m3(divmod(int(sys.argv[1]), 10), is_hip=False))
+TILES = TABLES[target][SizeClass.UP_TO_64, 2, Phase.DECODE]
 backend = TritonBackend(plan=lambda question: LaunchPlan(TILES, 1))
 
 
@@ -66,6 +71,7 @@ features = {
     "prompt": dict(sliding_window=4, keeps_prompt=True),
     "fp8": dict(kv_cache_dtype="fp8"),
     "fp8 by head": dict(kv_cache_dtype="fp8", per_head_scales=True),
+    "fp8_e5m2": dict(kv_cache_dtype="fp8_e5m2"),
     "int8": dict(kv_cache_dtype="int8_per_token_head"),
     "encoder": dict(kind=AttentionKind.ENCODER_ONLY, causal=False),
     "across": dict(kind=AttentionKind.ENCODER_DECODER),
@@ -78,14 +84,20 @@ print(json.dumps(answers))
 """
 
 
-def test_steps_of_any_size_run_the_same_compiled_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_steps_of_any_size_run_the_same_compiled_kernel(tmp_path: Path, capability: str) -> None:
     """P5.5, R5.53: numbers of rows, tokens and keys are no part of what a kernel is compiled for, and every feature's
-    arguments compile as they are passed."""
+    arguments compile as they are passed: on 8.0 an 8-bit cache by its codes, on 9.0 by its type."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", SCRIPT, capability],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.strip().splitlines()[-1])

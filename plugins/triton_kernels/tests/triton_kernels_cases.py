@@ -26,8 +26,8 @@ from hardpoint_triton_kernels.kernels import (
 from hardpoint_triton_kernels.kernels.common import row_tile
 
 FLOATS = ("fp16", "bf16", "fp32")
-WITH_FP8 = tuple(name for name in TARGETS if name != "sm_80")
-"""The 8-bit format that is stored came with compute capability 8.9."""
+WITHOUT_FP8 = ("sm_80",)
+"""The 8-bit float that is stored came with compute capability 8.9; before, its codes are."""
 
 
 def case(name: str, function: Any, types: dict[str, str], constants: dict[str, Any], **settings: Any) -> KernelCase:
@@ -102,22 +102,27 @@ def rotations() -> Iterator[KernelCase]:
 
 
 def quantizations() -> Iterator[KernelCase]:
-    for dtype, to_int8, size in product(FLOATS, (True, False), (4096, 16384)):
+    with_fp8 = tuple(name for name in TARGETS if name not in WITHOUT_FP8)
+    kinds: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("int8", "i8", ()),
+        ("fp8", "fp8e4nv", with_fp8),
+        ("fp8_codes", "u8", WITHOUT_FP8),
+    )
+    for dtype, (kind, stored, targets), size in product(FLOATS, kinds, (4096, 16384)):
         if dtype != "bf16" and size != 4096:
             continue
         tile = row_tile(size)
-        types = {"source": f"*{dtype}", "target": "*i8" if to_int8 else "*fp8e4nv", "scales": "*fp32"}
+        types = {"source": f"*{dtype}", "target": f"*{stored}", "scales": "*fp32"}
         types |= {"num_rows": "i32", "size": "i32", "source_stride": "i32", "largest": "fp32"}
-        constants = {"ROWS": tile.rows, "WIDTH": tile.width, "ONE_PASS": tile.width >= size, "TO_INT8": to_int8}
-        constants["INTERPRETED"] = False
+        constants = {"ROWS": tile.rows, "WIDTH": tile.width, "ONE_PASS": tile.width >= size, "TO_INT8": kind == "int8"}
         yield case(
-            f"quantize_{'int8' if to_int8 else 'fp8'}[{dtype},{size}]",
+            f"quantize_{kind}[{dtype},{size}]",
             quantize.quantize_kernel,
             types,
             constants,
             divisible=("size", "source_stride"),
             num_warps=tile.warps,
-            targets=() if to_int8 else WITH_FP8,
+            targets=targets,
         )
 
 

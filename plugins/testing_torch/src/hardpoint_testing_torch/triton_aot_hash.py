@@ -23,6 +23,8 @@ from hardpoint_testing_torch.triton_aot import KernelCase, Target
 __all__ = ["case_hash", "case_hashes"]
 
 _HASH_LENGTH = 20
+_RECIPE = 2
+"""Counts the ways in which the worker has turned a case into a compilation: results of an earlier one are stale."""
 
 
 def case_hashes(cases: tuple[KernelCase, ...]) -> dict[str, dict[str, str]]:
@@ -40,6 +42,7 @@ def case_hash(case: KernelCase, target: Target) -> str:
         "options": {name: repr(value) for name, value in case.options.items()},
         "warps": case.num_warps,
         "stages": case.num_stages,
+        "recipe": _RECIPE,
         "target": target.name,
         "triton": triton.__version__,
     }

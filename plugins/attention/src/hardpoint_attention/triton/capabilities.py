@@ -14,7 +14,6 @@ KINDS = tuple(AttentionKind)
 BLOCK_SIZES = BlockSizeRule(multiple_of=1)
 MAX_HEAD_SIZE = 256
 MAX_LATENT_SIZE = 640
-E4M3_CAPABILITY = (8, 9)
 CACHELESS = (AttentionKind.ENCODER, AttentionKind.ENCODER_ONLY)
 
 
@@ -52,12 +51,9 @@ def _refuse_storage(need: AttentionNeed) -> str | None:
 
 
 def _refuse_quantized(need: AttentionNeed, storage: KVStorage) -> str | None:
-    capability = need.device.capability
-    # The elements decide: the plain name of an 8-bit float means one scale per tensor as well.
+    # The elements decide: the plain name of an 8-bit float means one scale per tensor as well. Devices without the type
+    # take its codes apart.
     if storage.dtype in FLOAT8_DTYPES and storage.quantization is not KVQuantization.PER_TOKEN_HEAD:
-        is_old = need.device.device_type == "cuda" and capability is not None and capability < E4M3_CAPABILITY
-        if storage.dtype == "float8_e4m3fn" and is_old:
-            return f"KV cache dtype {need.kv_cache_dtype} needs compute capability 8.9; fp8_e5m2 does not"
         return None
     if storage.dtype == "int8" and storage.quantization is KVQuantization.PER_TOKEN_HEAD:
         if need.uses_mla:

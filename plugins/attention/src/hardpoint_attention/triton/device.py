@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from hardpoint_attention.triton.configs import Target, target_for
+from hardpoint_torch_runtime.float8_support import converts_e4m3
 
 __all__ = ["DeviceFacts", "device_facts"]
 
@@ -17,17 +18,20 @@ INTERPRETED_PROCESSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """``processors``: programs that run side by side without sharing one (multiprocessors, compute units)."""
+    """``processors``: programs that run side by side without sharing one (multiprocessors, compute units).
+    ``converts_e4m3``: float8_e4m3fn is a type there; elsewhere kernels take its codes apart."""
 
     target: Target
     processors: int
+    converts_e4m3: bool = True
 
 
 @cache
 def device_facts(device: torch.device) -> DeviceFacts:
     """Asked once per device."""
     if device.type == "cpu":
-        return DeviceFacts(Target.INTERPRETER, INTERPRETED_PROCESSORS)
+        return DeviceFacts(Target.INTERPRETER, INTERPRETED_PROCESSORS, converts_e4m3(None, is_hip=False))
     found = torch.cuda.get_device_properties(device)
-    target = target_for((found.major, found.minor), is_hip=torch.version.hip is not None)
-    return DeviceFacts(target, found.multi_processor_count)
+    capability, is_hip = (found.major, found.minor), torch.version.hip is not None
+    target = target_for(capability, is_hip=is_hip)
+    return DeviceFacts(target, found.multi_processor_count, converts_e4m3(capability, is_hip=is_hip))

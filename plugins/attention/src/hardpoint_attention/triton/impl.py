@@ -54,7 +54,7 @@ class TritonImpl(AttentionImpl):
         if kv_cache is None:
             states = given_states(key, value)
         else:
-            states = paged_states(kv_cache, self.params.head_size, output.shape[-1])
+            states = self._paged(kv_cache, output.shape[-1])
         self._attend(query, states, metadata, output, None)
         return output
 
@@ -62,14 +62,14 @@ class TritonImpl(AttentionImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.full(output.shape[:2], -torch.inf, dtype=torch.float32, device=output.device)
-        states = paged_states(kv_cache, self.params.head_size, output.shape[-1])
+        states = self._paged(kv_cache, output.shape[-1])
         self._attend(query, states, metadata, output, lse)
         return output, lse
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        states = paged_states(kv_cache, self.params.head_size)
+        states = self._paged(kv_cache)
         is_scaled = states.is_quantized and states.token_scales is None
         _launch().write(
             key,
@@ -80,6 +80,10 @@ class TritonImpl(AttentionImpl):
             token_scales=states.token_scales,
             limit=states.limit,
         )
+
+    def _paged(self, kv_cache: torch.Tensor, value_size: int | None = None) -> CachedStates:
+        converts_e4m3 = device_facts(kv_cache.device).converts_e4m3
+        return paged_states(kv_cache, self.params.head_size, value_size, converts_e4m3=converts_e4m3)
 
     def _attend(
         self,

@@ -22,8 +22,6 @@ __all__ = ["LN2", "AttendCall", "RowTensors", "combine", "merge_partials", "run_
 LN2 = LN_2.value
 IS_INTERPRETED = not isinstance(attend, triton.JITFunction)
 """Kernels of this process run on the CPU, wherever tensors lie."""
-_FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
-"""Bits of the mantissa, and the exponent below which there are fewer."""
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -193,12 +191,16 @@ def write(
     """Scatter ``key`` and ``value`` [T, K, D] into ``cache``, views [blocks, K, B, D]. The number of ``slots`` counts.
 
     ``scales``: by tensor or head. ``token_scales``: float32 [blocks, K, B, 2], filled here. ``limit``: largest
-    magnitude that the cache's elements hold.
+    magnitude that the cache's elements hold. A cache of uint8 takes codes of float8_e4m3fn.
     """
     if not slots.numel():
         return
-    size = key.shape[-1]
-    mantissa, lowest = _FLOAT8.get(cache[0].dtype, (0, 0)) if IS_INTERPRETED else (0, 0)
+    size, mantissa = key.shape[-1], 0
+    if cache[0].dtype is torch.uint8:
+        mantissa = 3
+    elif IS_INTERPRETED and cache[0].dtype is torch.float8_e5m2:
+        # The interpreter casts to 8 bits without rounding.
+        cache, mantissa = (cache[0].view(torch.uint8), cache[1].view(torch.uint8)), 2
     tokens = INTERPRETED_TOKENS if IS_INTERPRETED else WRITE_TOKENS
     write_states[(triton.cdiv(slots.shape[0], tokens), key.shape[1])](
         *(strided(key), strided(value), strided(cache[0]), strided(cache[1]), strided(slots)),
@@ -208,5 +210,4 @@ def write(
         PAD=triton.next_power_of_2(size),
         BLOCK_SIZE=cache[0].shape[2],
         MANTISSA=mantissa,
-        LOWEST=lowest,
     )

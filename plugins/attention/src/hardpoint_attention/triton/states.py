@@ -37,15 +37,19 @@ def given_states(key: torch.Tensor, value: torch.Tensor) -> CachedStates:
     return CachedStates(key.transpose(0, 1), value.transpose(0, 1), 0, value.shape[-1])
 
 
-def paged_states(kv_cache: torch.Tensor, head_size: int, value_size: int | None = None) -> CachedStates:
+def paged_states(
+    kv_cache: torch.Tensor, head_size: int, value_size: int | None = None, *, converts_e4m3: bool = True
+) -> CachedStates:
     """Of [blocks, K, B, 2 D], with 8 bytes more where scales lie behind, or of latents [blocks, 1, B, D] whose first
-    ``value_size`` entries are values.
+    ``value_size`` entries are values. Where the device does not know float8_e4m3fn, its elements come as uint8 codes.
 
     Raises ``ValueError`` for another width.
     """
     width, block_size, dtype = kv_cache.shape[-1], kv_cache.shape[2], kv_cache.dtype
     is_float8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     limit = torch.finfo(dtype).max if is_float8 else None
+    if dtype is torch.float8_e4m3fn and not converts_e4m3:
+        kv_cache = kv_cache.view(torch.uint8)
     if width == head_size:
         size = head_size if value_size is None else value_size
         return CachedStates(kv_cache, None, block_size, size, is_quantized=is_float8, limit=limit)

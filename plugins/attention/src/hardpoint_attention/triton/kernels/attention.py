@@ -12,6 +12,7 @@ import triton.language as tl
 
 from hardpoint_attention.triton.kernels.scores import finish, shape_scores, start_softmax, update_softmax
 from hardpoint_attention.triton.kernels.visibility import find_row, is_visible, key_bounds
+from hardpoint_torch_runtime.float8_kernels import decode_e4m3
 
 __all__ = ["attend"]
 
@@ -56,10 +57,14 @@ def _queries(
 def _states(
     states: tl.tensor, place: tl.tensor, is_read: tl.tensor, begin: tl.constexpr, end: tl.constexpr, PAD: tl.constexpr
 ) -> tl.tensor:
-    """[N, PAD] of entries from ``begin`` to ``end``; zero beyond, where memory may hold anything."""
+    """[N, PAD] of entries from ``begin`` to ``end``; zero beyond, where memory may hold anything. Bytes are codes of
+    float8_e4m3fn."""
     entry = begin + tl.arange(0, PAD)
     mask = is_read[:, None] & (entry < end)[None, :]
-    return tl.load(states[0] + place[:, None] + (entry * states[4])[None, :], mask=mask, other=0.0)
+    values = tl.load(states[0] + place[:, None] + (entry * states[4])[None, :], mask=mask, other=0.0)
+    if states[0].dtype.element_ty == tl.uint8:
+        values = decode_e4m3(values)
+    return values
 
 
 @triton.jit
@@ -80,6 +85,35 @@ def _lanes(
     index = begin + lane // HEADS
     in_use = (member < GROUP) & (index < count) & (lane < BLOCK_M // HEADS * HEADS)
     return kv_head, index, kv_head * GROUP + member, member < GROUP, in_use
+
+
+@triton.jit
+def _block(rows: tl.tensor, num_rows: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
+    """The row of the program's queries; where it starts among all queries, how many it has, and which of them is the
+    program's first."""
+    row = find_row(rows[0], tl.program_id(0), num_rows, BLOCK_Q)
+    start = tl.load(rows[0] + row)
+    count = tl.load(rows[0] + row + 1) - start
+    return row, start, count, (tl.program_id(0) - start // BLOCK_Q - row) * BLOCK_Q
+
+
+@triton.jit
+def _bounds(
+    first: tl.tensor,
+    key_begin: tl.tensor,
+    seq_len: tl.tensor,
+    row: tl.tensor,
+    masks: tl.tensor,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+) -> tl.tensor:
+    """Half-open range of keys for the queries from position ``first`` on."""
+    last = tl.minimum(first + BLOCK_Q, seq_len) - 1
+    low, high = key_bounds(first, last, seq_len, row, masks, CAUSAL, WINDOW, CHUNK, HAS_RANGES)
+    return tl.maximum(low, key_begin), high
 
 
 @triton.jit
@@ -104,8 +138,31 @@ def _products(
 
 
 @triton.jit
-def _token_scales(
+def _values(
+    keys: tl.tensor,
+    states: tl.tensor,
+    position: tl.tensor,
+    is_read: tl.tensor,
+    kv_head: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    VALUES: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Of the tile [N, PAD]; without ``states`` of their own, of latents, they are the ``keys``."""
+    values = keys
+    if states is not None:
+        place = _places(states, position, is_read, kv_head, row, rows, BLOCK_SIZE)
+        values = _states(states, place, is_read, 0, VALUES, PAD)
+    return values
+
+
+@triton.jit
+def _by_token(
+    values: tl.tensor,
     scales: tl.tensor,
+    which: tl.constexpr,
     position: tl.tensor,
     is_read: tl.tensor,
     kv_head: tl.tensor,
@@ -113,16 +170,30 @@ def _token_scales(
     rows: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The two scales [N] that lie behind each head and token."""
-    place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE)
-    key_scale = tl.load(scales[0] + place, mask=is_read, other=0.0)
-    return key_scale, tl.load(scales[0] + place + scales[4], mask=is_read, other=0.0)
+    """[M, N] times the scales [N] that lie behind each head and token, if there are any: 0 keys', 1 values'."""
+    if scales is not None:
+        place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE) + which * scales[4]
+        values *= tl.load(scales[0] + place, mask=is_read, other=0.0)[None, :]
+    return values
 
 
 @triton.jit
-def _head_scale(scale: tl.tensor, kv_head: tl.tensor) -> tl.tensor:
-    """One for all heads (stride 0) or one each."""
-    return tl.load(scale[0] + kv_head * scale[1])
+def _by_head(values: tl.tensor, scale: tl.tensor, kv_head: tl.tensor) -> tl.tensor:
+    """Times the scale, if there is one: of all heads (stride 0) or one each."""
+    if scale is not None:
+        values *= tl.load(scale[0] + kv_head * scale[1])
+    return values
+
+
+@triton.jit
+def _tile_keys(
+    number: tl.tensor, prompt_tiles: tl.tensor, first_tile: tl.tensor, KEEPS_PROMPT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Positions [N] of the tile that is the ``number``-th to be read; see ``_part``."""
+    tile = first_tile + number
+    if KEEPS_PROMPT:
+        tile = tl.where(number < prompt_tiles, number, tile - prompt_tiles)
+    return tile * TILE + tl.arange(0, TILE)
 
 
 @triton.jit
@@ -201,19 +272,14 @@ def attend(
     COMPUTE: tl.constexpr,
 ) -> None:
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    row = find_row(rows[0], tl.program_id(0), num_rows, BLOCK_Q)
-    start = tl.load(rows[0] + row)
-    count = tl.load(rows[0] + row + 1) - start
-    begin_q = (tl.program_id(0) - start // BLOCK_Q - row) * BLOCK_Q
+    row, start, count, begin_q = _block(rows, num_rows, BLOCK_Q)
     if begin_q >= count:
         return
     kv_head, index, head, is_head, in_use = _lanes(begin_q, count, GROUP, HEADS, BLOCK_M)
     seq_len = tl.load(rows[1] + row)
     position = seq_len - count + index
     first = seq_len - count + begin_q
-    last = tl.minimum(first + BLOCK_Q, seq_len) - 1
-    low, high = key_bounds(first, last, seq_len, row, masks, CAUSAL, WINDOW, CHUNK, HAS_RANGES)
-    low = tl.maximum(low, key_begin)
+    low, high = _bounds(first, key_begin, seq_len, row, masks, CAUSAL, WINDOW, CHUNK, HAS_RANGES, BLOCK_Q)
     prompt_len = tl.load(masks[1] + row) if KEEPS_PROMPT else low * 0
     part, part_end, prompt_tiles, first_tile = _part(low, high, prompt_len, SPLITS, TILE, KEEPS_PROMPT)
     largest, total = start_softmax(head, is_head, tl.program_id(2) == 0, shaping, BLOCK_M)
@@ -221,31 +287,18 @@ def attend(
     main = _queries(query, start + index, head, in_use, 0, VALUES, PAD)
     rest = _queries(query, start + index, head, in_use, VALUES, SIZE, REST) if REST > 0 else main
     for number in range(part, part_end):
-        tile = first_tile + number
-        if KEEPS_PROMPT:
-            tile = tl.where(number < prompt_tiles, number, tile - prompt_tiles)
-        key = tile * TILE + tl.arange(0, TILE)
+        key = _tile_keys(number, prompt_tiles, first_tile, KEEPS_PROMPT, TILE)
         is_read = (key < high) & ((key >= low) | (key < prompt_len))
         place = _places(states[0], key, is_read, kv_head, row, rows, BLOCK_SIZE)
         keys = _states(states[0], place, is_read, 0, VALUES, PAD)
         scores = _products(main, rest, keys, states[0], place, is_read, VALUES, SIZE, REST, COMPUTE)
-        if states[2] is not None:
-            key_scale, value_scale = _token_scales(states[2], key, is_read, kv_head, row, rows, BLOCK_SIZE)
-            scores *= key_scale[None, :]
-        if head_scales[0] is not None:
-            scores *= _head_scale(head_scales[0], kv_head)
-        scores = shape_scores(scores, position, key, head, is_head, shaping)
+        scores = _by_token(scores, states[2], 0, key, is_read, kv_head, row, rows, BLOCK_SIZE)
+        scores = shape_scores(_by_head(scores, head_scales[0], kv_head), position, key, head, is_head, shaping)
         shown = is_visible(position, key, prompt_len, row, masks, CAUSAL, WINDOW, CHUNK, KEEPS_PROMPT, HAS_RANGES)
         scores = tl.where(shown & is_read[None, :] & in_use[:, None], scores, float("-inf"))
         weights, factor, largest, total = update_softmax(scores, largest, total)
-        if states[2] is not None:
-            weights *= value_scale[None, :]
-        values = keys
-        if REST == 0:
-            value_place = _places(states[1], key, is_read, kv_head, row, rows, BLOCK_SIZE)
-            values = _states(states[1], value_place, is_read, 0, VALUES, PAD)
+        weights = _by_token(weights, states[2], 1, key, is_read, kv_head, row, rows, BLOCK_SIZE)
+        values = _values(keys, states[1], key, is_read, kv_head, row, rows, VALUES, PAD, BLOCK_SIZE)
         acc = acc * factor[:, None] + _multiply(weights, values, COMPUTE)
-    if head_scales[1] is not None:
-        acc *= _head_scale(head_scales[1], kv_head)
-    result, logs = finish(acc, largest, total)
+    result, logs = finish(_by_head(acc, head_scales[1], kv_head), largest, total)
     _store(output, lse, start + index, head, in_use, result, logs, SPLITS, VALUES, PAD)

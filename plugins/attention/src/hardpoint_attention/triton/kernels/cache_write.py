@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hardpoint_torch_runtime.float8_kernels import encode_float8
+
 __all__ = ["write_states"]
 
 
@@ -19,28 +21,19 @@ def _whole(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _scaled(
-    values: tl.tensor,
-    scale: tl.tensor,
-    kv_head: tl.tensor,
-    limit: tl.tensor,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-) -> tl.tensor:
-    """Divided by the head's scale, and held within what the cache's elements can say.
-
-    MANTISSA bits and LOWEST exponent of the elements are given to the interpreter, which casts to 8 bits but does not
-    round; 0 bits: casting does it.
-    """
+def _scaled(values: tl.tensor, scale: tl.tensor, kv_head: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """Divided by the head's scale, and held within what the cache's elements can say."""
     if scale is not None:
         values = values.to(tl.float32) / tl.load(scale[0] + kv_head * scale[1])
     if limit is not None:
         values = tl.minimum(tl.maximum(values.to(tl.float32), -limit), limit)
-    if MANTISSA > 0:
-        exponent = tl.floor(tl.log2(tl.maximum(tl.abs(values.to(tl.float32)), 1e-30)))
-        step = tl.exp2(tl.maximum(exponent, LOWEST) - MANTISSA)
-        values = _whole(values / step) * step
     return values
+
+
+@triton.jit
+def _place(target: tl.tensor, block: tl.tensor, kv_head: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    """Of tokens' states or scales [N] from the start of [blocks, K, B, ...]."""
+    return block * target[1] + kv_head * target[2] + offset * target[3]
 
 
 @triton.jit
@@ -58,7 +51,6 @@ def _write(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
 ) -> None:
     """Tokens [N] of one head from ``source`` to ``place`` [N]."""
     entry = tl.arange(0, PAD)
@@ -71,7 +63,10 @@ def _write(
         token_scale = tl.where(largest > 0, largest / 127.0, 1.0)
         values = _whole(values / token_scale[:, None])
         tl.store(scales[0] + scale_place, token_scale, mask=is_real)
-    values = _scaled(values, scale, kv_head, limit, MANTISSA, LOWEST).to(target[0].dtype.element_ty)
+    values = _scaled(values, scale, kv_head, limit)
+    if MANTISSA > 0:
+        values = encode_float8(values, MANTISSA)
+    values = values.to(target[0].dtype.element_ty)
     tl.store(target[0] + place[:, None] + (entry * target[4])[None, :], values, mask=in_use)
 
 
@@ -91,8 +86,7 @@ def write_states(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
+    MANTISSA: tl.constexpr,  # of 8-bit floats that are written as codes: see ``encode_float8``; 0: by conversion
 ) -> None:
     """One program for TOKENS tokens of one KV head; a negative slot is none."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -104,40 +98,12 @@ def write_states(
     scale_place = block * 0
     behind = scale_place
     if scales is not None:
-        scale_place = block * scales[1] + kv_head * scales[2] + offset * scales[3]
+        scale_place = _place(scales, block, kv_head, offset)
         behind = scale_place + scales[4]
-    place = block * key_cache[1] + kv_head * key_cache[2] + offset * key_cache[3]
-    _write(
-        key,
-        key_cache,
-        key_scale,
-        scales,
-        scale_place,
-        token,
-        place,
-        is_real,
-        kv_head,
-        limit,
-        SIZE,
-        PAD,
-        MANTISSA,
-        LOWEST,
-    )
+    place = _place(key_cache, block, kv_head, offset)
+    _write(key, key_cache, key_scale, scales, scale_place, token, place, is_real, kv_head, limit, SIZE, PAD, MANTISSA)
     if value is not None:
-        place = block * value_cache[1] + kv_head * value_cache[2] + offset * value_cache[3]
+        place = _place(value_cache, block, kv_head, offset)
         _write(
-            value,
-            value_cache,
-            value_scale,
-            scales,
-            behind,
-            token,
-            place,
-            is_real,
-            kv_head,
-            limit,
-            SIZE,
-            PAD,
-            MANTISSA,
-            LOWEST,
+            value, value_cache, value_scale, scales, behind, token, place, is_real, kv_head, limit, SIZE, PAD, MANTISSA
         )

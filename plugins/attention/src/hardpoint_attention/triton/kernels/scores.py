@@ -5,9 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "finish", "shape_scores", "start_softmax", "update_softmax"]
+__all__ = ["LOG2_E", "finish", "hyperbolic_tangent", "shape_scores", "start_softmax", "update_softmax"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def hyperbolic_tangent(x: tl.tensor) -> tl.tensor:
+    """tanh with the relative precision of float32, so that a cap far above the scores leaves them as they are.
+
+    Away from zero 1 - 2 / (e^(2 x) + 1), which holds at both ends: e^(2 x) may overflow to infinity or vanish. Near
+    zero that would cancel; there the first terms of the Taylor series do, the next of which is below 1e-8 of the whole.
+    """
+    far = 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
+    square = x * x
+    series = -17.0 / 315.0 + square * (62.0 / 2835.0)
+    series = -1.0 / 3.0 + square * (2.0 / 15.0 + square * series)
+    return tl.where(tl.abs(x) < 0.25, x + x * square * series, far)
 
 
 @triton.jit
@@ -18,11 +32,10 @@ def shape_scores(
 
     ``shaping``: the factor of products, the soft cap or None, the pointer to ALiBi slopes [H] or None, and sinks.
     """
-    scores = products * shaping[0]
     if shaping[1] is not None:
-        # tanh(x) = 1 - 2 / (e^(2 x) + 1) holds at both ends: e^(2 x) may overflow to infinity or vanish.
-        doubled = tl.exp2(scores * (2 * LOG2_E) / shaping[1])
-        scores = shaping[1] * (1 - 2 / (doubled + 1))
+        scores = shaping[1] * hyperbolic_tangent(products * (shaping[0] / shaping[1]))
+    else:
+        scores = products * shaping[0]
     if shaping[2] is not None:
         slopes = tl.load(shaping[2] + head, mask=is_head, other=0.0)
         scores += slopes[:, None] * (key[None, :] - query[:, None]).to(tl.float32)
