@@ -97,6 +97,28 @@ def test_fused_and_split_checkpoints_are_one_model(tmp_path: Path) -> None:
         assert torch.equal(one, three), name
 
 
+NEWER_NAMES = {
+    "router.layer.weight": "router.weight",
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+}
+
+
+def test_older_and_newer_names_of_experts_are_one_model(tmp_path: Path) -> None:
+    def renamed(tensors: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
+        parts = [(name, *name.partition("block_sparse_moe.")) for name in tensors]
+        return {head + dot + names.get(rest, rest): tensors[name] for name, head, dot, rest in parts}
+
+    tiny = make_tiny_model("GraniteMoeForCausalLM", tmp_path / "a", **FAMILIES["granite-moe"][2])
+    newer = renamed(tiny.tensors(), NEWER_NAMES)
+    older = renamed(newer, {new: old for old, new in NEWER_NAMES.items()})
+    assert "model.layers.0.block_sparse_moe.experts.gate_up_proj" in newer
+    assert "model.layers.0.block_sparse_moe.input_linear.weight" in older
+    models = [built(tmp_path / name, "granite-moe", tensors)[1] for name, tensors in (("b", newer), ("c", older))]
+    for (name, one), (_, other) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert torch.equal(one, other), name
+
+
 @pytest.mark.parametrize("family", ["granite", "olmo2", "smollm3"])
 def test_two_stages_are_the_whole(family: str, tmp_path: Path) -> None:
     """Factors on embeddings apply once, and layers keep their kind wherever the model is cut."""
