@@ -86,6 +86,9 @@ REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
     ("R5.55", need(H100, sliding_window=64, keeps_prompt=True), installed(2, 3), "prompts kept beyond a window"),
     ("R5.33", need(A100, batch_invariant=True), ALL, "cannot fix the number of splits"),
     ("R5.90", need(A100, dcp_size=2), ALL, "dealt out among ranks"),
+    ("R5.90", need(H100, dcp_size=2, **FP8), ALL, "would round a step's own tokens"),
+    ("R5.90", need(H100, dcp_size=2, sliding_window=64), ALL, "has no windows"),
+    ("R5.90", need(H100, dcp_size=2, kind=AttentionKind.ENCODER_ONLY), ALL, "are a decoder's"),
     ("R5.12", need(H100, uses_alibi=True), installed(3, 4), "generation 3 takes no ALiBi slopes"),
     ("R5.12", need(H100, uses_alibi=True, kind=AttentionKind.ENCODER_ONLY), ALL, "ALiBi biases are causal"),
     ("R5.12", need(H100), installed(), "generation 3 is not installed (flash-attn-3)"),
@@ -93,6 +96,8 @@ REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
 
 RESOLVED: list[tuple[AttentionNeed, InstalledKernels, int]] = [
     (need(A100), ALL, 2),
+    (need(H100, dcp_size=2, needs_lse=True), ALL, 3),
+    (need(B200, dcp_size=4, uses_sinks=True), ALL, 4),
     (need(L4), ALL, 2),
     (need(RTX50), ALL, 2),
     (need(H100), ALL, 3),

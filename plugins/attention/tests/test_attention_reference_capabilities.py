@@ -45,8 +45,10 @@ FEATURES: list[dict[str, Any]] = [
     {"uses_mm_prefix": True},
     {"uses_row_causality": True},
     {"per_head_scales": True, "needs_lse": True},
-    {"dcp_size": 4},
     {"uses_relative_bias": True, "sliding_window": 7},
+    {"uses_sparse": True},
+    {"uses_sparse": True, "uses_mla": True, "num_kv_heads": 1},
+    {"uses_sparse": True, "sliding_window": 7, "uses_sinks": True, "uses_mm_prefix": True},
     {"kind": AttentionKind.ENCODER_DECODER},
     {"kind": AttentionKind.ENCODER},
 ]
@@ -69,13 +71,25 @@ def test_accepted() -> None:
     assert not refused
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("feature", [{}, {"uses_sinks": True}, {"uses_mla": True, "num_kv_heads": 1}], ids=str)
+def test_contexts_are_dealt_out_where_caches_keep_what_was_computed_with(dtype: str, feature: dict[str, Any]) -> None:
+    """R5.12, I5.2: a step's own tokens are seen before they are stored, so that storing must not change them."""
+    for stored in STORED:
+        wanted = need(dtype=dtype, kv_cache_dtype=stored, dcp_size=4, needs_lse=True, **feature)
+        reason = ReferenceBackend().objection(wanted)
+        assert (reason is None) == (stored in ("auto", dtype)), f"{stored}: {reason}"
+        assert reason is None or f"4 ranks do not go with a KV cache of {stored}" in reason
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"dtype": "float64"}, "dtype float64"),
         ({"kv_cache_dtype": "int8"}, "KV cache dtype int8"),
         ({"kv_cache_dtype": "acme_fp3"}, "KV cache dtype acme_fp3 is not one of auto, float32"),
-        ({"uses_sparse": True}, "sparse"),
+        ({"uses_sparse": True, "kind": AttentionKind.ENCODER}, "(sparse attention) among those of a decoder"),
+        ({"uses_sparse": True, "dcp_size": 2}, "2 ranks do not go with keys that an index selects"),
         ({"keeps_prompt": True, "sliding_window": 4, "chunk_size": 8}, "keeps_prompt) contradicts"),
         ({"dcp_size": 2, "sliding_window": 4, "uses_alibi": True}, "2 ranks do not go with a sliding window and ALiBi"),
         ({"dcp_size": 2, "chunk_size": 4}, "chunks"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint_attention.cascade import CascadePolicy, CascadeQuestion, CascadeVerdict, cascade_policy
-from hardpoint_attention.dcp import ContextShards, merge_over_ranks
-from hardpoint_attention.merge import Partial, merge_partials, rank_share
 from hardpoint_attention.reference import ReferenceBackend, ReferenceImpl
 from hardpoint_testing_torch import AttentionProblem, AttentionShape, dense_attention, make_problem, run_backend
-from hardpoint_testing_torch.rank_threads import RankThreads
+from hardpoint_torch_runtime.layers import ContextShards, Partial, merge_partials, rank_share
 
 CPU = torch.device("cpu")
 FEATURES: list[dict[str, Any]] = [
@@ -178,9 +175,8 @@ def on_rank(problem: AttentionProblem, shards: ContextShards, rank: int) -> tupl
     common.dcp_local_seq_lens, common.dcp_local_seq_lens_cpu = torch.from_numpy(local), local
     metadata = backend.create_builder(problem.spec(), [], 8, 256, CPU).build(common)
     cache = replace(problem, history=history).kv_cache()
-    output, lse = impl.forward_with_lse(problem.query, cache, metadata, problem.empty_output())
-    step = impl.step_partial(problem.query, problem.key, problem.value, metadata, problem.empty_output())
-    return Partial(output, lse), step
+    context = impl.context_partial(problem.query, cache, metadata, problem.empty_output())
+    return context, impl.step_partial(problem.query, problem.key, problem.value, metadata, problem.empty_output())
 
 
 @settings(max_examples=15, deadline=None)
@@ -207,56 +203,6 @@ def test_ranks_merge_to_what_one_would_compute(
     assert_equal(shares, expected)
 
 
-class ThreadRanks:
-    """The ranks of one process: what is exchanged lies in a list."""
-
-    def __init__(self, size: int) -> None:
-        self._given: list[torch.Tensor] = [torch.empty(0)] * size
-        self._barrier = threading.Barrier(size)
-
-    def of(self, rank: int) -> ThreadRank:
-        return ThreadRank(self, rank)
-
-    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = tensor
-        self._barrier.wait(60)
-        seen = list(self._given)
-        self._barrier.wait(60)
-        return seen
-
-
-class ThreadRank:
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self._ranks = ranks
-        self._rank = rank
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._ranks.exchange(self._rank, tensor)).sum(0)
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat(self._ranks.exchange(self._rank, tensor), dim)
-
-    def close(self) -> None:
-        self._ranks._barrier.abort()
-
-
-@pytest.mark.parametrize("features", [{}, {"uses_sinks": True}, {"dtype": torch.bfloat16}], ids=str)
-def test_ranks_that_exchange_little_all_get_the_answer(features: dict[str, Any]) -> None:
-    """R5.91, I5.2: one log-sum-exp per token and head, one sum; in the second row a rank has no context at all."""
-    shards, ranks = ContextShards(3, 2), ThreadRanks(3)
-    problem = make_problem(AttentionShape(**features), [(17, 1), (3, 2), (0, 5), (30, 20)])
-
-    def body(rank: int) -> Partial:
-        return merge_over_ranks(*on_rank(problem, shards, rank), ranks.of(rank))
-
-    expected, expected_lse = dense_attention(problem)
-    tolerance = 2e-2 if problem.shape.dtype is torch.bfloat16 else 3e-5
-    for merged in RankThreads.run(3, body, patience_s=120):
-        assert merged.output.dtype is problem.shape.dtype
-        assert_equal(merged.output, expected, tolerance)
-        assert_equal(merged.lse, expected_lse, tolerance)
-
-
 def test_a_share_of_a_context_is_no_answer() -> None:
     """P5.8: forgetting the other ranks is an error, not a wrong result."""
     problem = make_problem(AttentionShape(), [(9, 1)])
@@ -269,5 +215,6 @@ def test_a_share_of_a_context_is_no_answer() -> None:
         impl.context_partial(problem.query, problem.kv_cache(), metadata, problem.empty_output())
     common.dcp_local_seq_lens = torch.tensor([5], dtype=torch.int32)
     metadata = backend.create_builder(problem.spec(), [], 8, 64, CPU).build(common)
+    assert impl.has_context(metadata)
     with pytest.raises(RuntimeError, match="share of each context"):
         impl.forward(problem.query, problem.key, problem.value, problem.kv_cache(), metadata, problem.empty_output())

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hardpoint_attention.merge import Partial
-from hardpoint_attention.merge import merge_partials as merge_plainly
 from hardpoint_attention.triton import TritonBackend, TritonOptions
 from hardpoint_attention.triton.configs import TileConfig
 from hardpoint_attention.triton.planning import LaunchPlan, LaunchQuestion
 from hardpoint_testing_torch import AttentionProblem, AttentionShape, dense_attention, make_problem, run_backend
+from hardpoint_torch_runtime.layers import Partial
+from hardpoint_torch_runtime.layers import merge_partials as merge_plainly
 
 pytest.importorskip("triton")
 

@@ -30,7 +30,19 @@ def dense_attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tens
 
 
 def visible_keys(problem: AttentionProblem, row: int) -> torch.Tensor:
-    """Bool [q, k]: which keys each query of ``row`` sees, as ``CommonAttentionMetadata`` words it."""
+    """Bool [q, k]: which keys each query of ``row`` sees, as ``CommonAttentionMetadata`` words it, and of these those
+    that are selected, where some are."""
+    seen = _plainly_visible(problem, row)
+    if problem.selected is None:
+        return seen
+    first = sum(query for _, query in problem.rows[:row])
+    chosen = torch.zeros_like(seen)
+    for query, positions in enumerate(problem.selected[first : first + len(seen)].tolist()):
+        chosen[query, [position for position in positions if 0 <= position < seen.shape[1]]] = True
+    return seen & chosen
+
+
+def _plainly_visible(problem: AttentionProblem, row: int) -> torch.Tensor:
     shape = problem.shape
     context, length = problem.rows[row]
     keys = torch.arange(sum(problem.key_rows[row]))

@@ -1,7 +1,8 @@
 """Random paged-attention problems. ``attention_oracle`` has their answer, ``attention_storage`` how caches keep them.
 
 Legend: R rows, T tokens of the step, E keys of the step (T but for cross-attention), H query heads, K KV heads, D head
-size, V size of a head's values (D but for latents), B block size, N cache blocks, W elements of a cache entry.
+size, V size of a head's values (D but for latents), B block size, N cache blocks, W elements of a cache entry, C keys
+selected for a query.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from hardpoint.interfaces.attention import (
     AttentionBackend,
+    AttentionImpl,
     AttentionKind,
     AttentionLayerParams,
     CommonAttentionMetadata,
@@ -22,8 +24,9 @@ from hardpoint.interfaces.attention import (
 from hardpoint.interfaces.kv_cache_specs import AttentionSpec, CrossAttentionSpec, FullAttentionSpec, MLASpec
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_storage import StoredStates
+from hardpoint_torch_runtime.layers import SelectedKeysImpl
 
-__all__ = ["LAYER", "AttentionProblem", "AttentionShape", "make_problem", "run_backend"]
+__all__ = ["LAYER", "AttentionProblem", "AttentionShape", "make_problem", "run_backend", "run_impl"]
 
 LAYER = "layer"
 
@@ -35,7 +38,8 @@ class AttentionProblem:
     keeps them quantized. Cache entries nobody owns are NaN.
 
     ``encoder_rows``: in cross-attention, numbers of encoder tokens per row, in the cache and of this step.
-    ``num_padding`` tokens and ``num_padding_rows`` rows follow on the real ones.
+    ``num_padding`` tokens and ``num_padding_rows`` rows follow on the real ones. ``selected``: int32 [T, C], as
+    :class:`~hardpoint_torch_runtime.layers.SelectedKeysImpl` takes it.
     """
 
     shape: AttentionShape
@@ -58,6 +62,7 @@ class AttentionProblem:
     relative_bias: torch.Tensor | None = None
     num_padding_rows: int = 0
     num_common_prefix_blocks: int = 0
+    selected: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -214,6 +219,7 @@ class AttentionProblem:
             query=self.query[queries],
             key=self.key[keys],
             value=self.value[keys],
+            selected=None if self.selected is None else self.selected[queries],
             block_table=self.block_table[list(order)],
             num_padding=0,
             num_padding_rows=0,
@@ -226,13 +232,15 @@ class AttentionProblem:
 
         def pad(values: torch.Tensor, length: int) -> torch.Tensor:
             real = values[:length]
-            return torch.cat((real, real.new_full((num_padding, *real.shape[1:]), torch.nan)))
+            filler = torch.nan if real.is_floating_point() else torch.iinfo(real.dtype).max
+            return torch.cat((real, real.new_full((num_padding, *real.shape[1:]), filler)))
 
         return replace(
             self,
             query=pad(self.query, self.num_tokens),
             key=pad(self.key, num_keys),
             value=pad(self.value, num_keys),
+            selected=None if self.selected is None else pad(self.selected, self.num_tokens),
             num_padding=num_padding,
             num_padding_rows=num_rows,
         )
@@ -286,6 +294,7 @@ def make_problem(
         key_scale=scales[0],
         value_scale=scales[1],
         relative_bias=_bias(shape, generator),
+        selected=_selection(rows, generator) if shape.uses_sparse else None,
     )
 
 
@@ -308,6 +317,17 @@ def _shuffled_table(
         table[row, :count] = ids[used : used + count].int()
         used += count
     return table, num_blocks
+
+
+def _selection(rows: Sequence[tuple[int, int]], generator: torch.Generator, count: int = 5) -> torch.Tensor:
+    """int32 [T, count]: of each query's row some positions, later ones than its own among them; -1 where a row has
+    fewer tokens."""
+    selected = torch.full((sum(query for _, query in rows), count), -1, dtype=torch.int32)
+    lengths = [context + query for context, query in rows for _ in range(query)]
+    for places, length in zip(selected, lengths, strict=True):
+        chosen = torch.randperm(length, generator=generator)[:count]
+        places[: len(chosen)] = chosen.int()
+    return selected
 
 
 def _ranges(row: int, context: int, query: int) -> tuple[tuple[int, int], ...]:
@@ -353,5 +373,21 @@ def run_backend(
         if backend.kv_write_mode.value == "separate":
             impl.write_kv(problem.key, problem.value, cache, common.slot_mapping)
     output = problem.empty_output()
-    impl.forward(problem.query, problem.key, problem.value, cache, builder.build(common), output)
+    run_impl(impl, problem, cache, builder.build(common), output)
     return output[: problem.num_tokens]
+
+
+def run_impl(
+    impl: AttentionImpl, problem: AttentionProblem, cache: torch.Tensor | None, metadata: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """The forward of the problem's layer, that with a selection of keys where it has one.
+
+    Raises ``AssertionError`` for a computation that has no such forward, although its backend accepted the need.
+    """
+    states = problem.query, problem.key, problem.value
+    if problem.selected is None:
+        return impl.forward(*states, cache, metadata, output)
+    assert isinstance(impl, SelectedKeysImpl), (
+        f"uses_sparse is accepted, but {type(impl).__name__} has no forward_selected"
+    )
+    return impl.forward_selected(*states, cache, metadata, problem.selected, output)

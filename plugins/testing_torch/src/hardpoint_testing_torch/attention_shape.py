@@ -17,7 +17,8 @@ class AttentionShape:
     """The layer's side of a problem. ``rows`` of the problem are (context, query) token counts.
 
     ``latent_values``: a latent layer (MLA); keys are all that is cached, and values their first ``latent_values``
-    entries. It has one KV head. ``kv_cache_dtype``: as ``kv_storage`` reads it; None: ``dtype``.
+    entries. It has one KV head. ``kv_cache_dtype``: as ``kv_storage`` reads it; None: ``dtype``. ``uses_sparse``: a
+    query sees selected keys only.
     """
 
     num_heads: int = 6
@@ -39,6 +40,7 @@ class AttentionShape:
     kv_cache_dtype: str | None = None
     per_head_scales: bool = False
     uses_relative_bias: bool = False
+    uses_sparse: bool = False
 
     @property
     def value_size(self) -> int:
@@ -80,4 +82,5 @@ class AttentionShape:
             uses_row_causality=self.uses_row_causality,
             per_head_scales=self.per_head_scales,
             uses_relative_bias=self.uses_relative_bias,
+            uses_sparse=self.uses_sparse,
         )

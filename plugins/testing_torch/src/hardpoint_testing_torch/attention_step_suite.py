@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, GraphSupport
-from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, run_backend
+from hardpoint_testing_torch.attention_problems import LAYER, AttentionProblem, run_backend, run_impl
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_suite_base import LONG, MIXED, AttentionRules, assert_near, variant
 from hardpoint_testing_torch.step_buffers import HostBlind, StepBuffers
@@ -23,6 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prompt": {"sliding_window": 4, "keeps_prompt": True},
     "fp8": {"kv_cache_dtype": "fp8"},
     "int8": {"kv_cache_dtype": "int8_per_token_head"},
+    "sparse": {"uses_sparse": True},
 }
 OFTEN = {**FEATURES, "ranges": {"uses_mm_prefix": True}, "by row": {"uses_row_causality": True}}
 
@@ -88,8 +89,7 @@ class AttentionStepRules(AttentionRules):
             cache, impl = problem.kv_cache(), backend.create_impl(problem.params())
             self.write(backend, problem, cache)
             output, metadata = problem.empty_output(), builder.build(problem.common())
-            impl.forward(problem.query, problem.key, problem.value, cache, metadata, output)
-            self.compare(problem, output)
+            self.compare(problem, run_impl(impl, problem, cache, metadata, output))
 
     def test_fast_builds_compute_the_same(self, backend: AttentionBackend, base: AttentionShape) -> None:
         """R5.31: what is not planned ahead is only slower."""
@@ -199,6 +199,7 @@ def part_of_prompt(whole: AttentionProblem, begin: int, size: int) -> AttentionP
         query=whole.query[step],
         key=whole.key[step],
         value=whole.value[step],
+        selected=None if whole.selected is None else whole.selected[step],
         history=((whole.key[:begin], whole.value[:begin]), *whole.history[1:]),
     )
 

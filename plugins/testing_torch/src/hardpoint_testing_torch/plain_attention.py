@@ -6,9 +6,12 @@ Legend: H query heads, K KV heads, D head size, V size of a head's values; q que
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import (
@@ -23,6 +26,7 @@ from hardpoint.interfaces.attention import (
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint_testing_torch.attention_storage import StoredStates
+from hardpoint_torch_runtime.layers import Partial
 
 __all__ = ["PlainAttention", "PlainAttentionBackend"]
 
@@ -40,7 +44,7 @@ class PlainBuilder(AttentionMetadataBuilder):
 
 
 class PlainAttention(AttentionImpl):
-    """All that the interface has words for, but for sparse attention and contexts dealt out among ranks."""
+    """All that the interface has words for; also selected keys, and contexts that are dealt out among ranks."""
 
     def __init__(self, params: AttentionLayerParams) -> None:
         self.params = params
@@ -56,14 +60,70 @@ class PlainAttention(AttentionImpl):
     ) -> torch.Tensor:
         if metadata is None:
             return output.zero_()
+        self.require_whole(metadata)
         self._rows(query, (key, value), kv_cache, metadata, output)
         return output
 
     def forward_with_lse(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.require_whole(metadata)
         nothing = output[:0]
         return output, self._rows(query, (nothing, nothing), kv_cache, metadata, output)
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor | None,
+        metadata: Any | None,
+        selected: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        if metadata is None:
+            return output.zero_()
+        self.require_whole(metadata)
+        self._rows(query, (key, value), kv_cache, metadata, output, selected)
+        return output
+
+    def has_context(self, metadata: CommonAttentionMetadata) -> bool:
+        rows = metadata.num_rows
+        return bool((metadata.seq_lens_cpu[:rows] > np.diff(metadata.query_start_loc_cpu[: rows + 1])).any())
+
+    def context_partial(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: CommonAttentionMetadata, output: torch.Tensor
+    ) -> Partial:
+        nothing, lengths = output[:0], self.local_lengths(metadata)
+        part = replace(metadata, seq_lens_cpu=lengths, causal=False)
+        return Partial(output, self.without_sinks()._rows(query, (nothing, nothing), kv_cache, part, output))
+
+    def step_partial(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: CommonAttentionMetadata,
+        output: torch.Tensor,
+    ) -> Partial:
+        part = replace(metadata, seq_lens_cpu=np.diff(metadata.query_start_loc_cpu))
+        return Partial(output, self._rows(query, (key, value), None, part, output))
+
+    def local_lengths(self, metadata: CommonAttentionMetadata) -> np.ndarray:
+        """How many keys of each row are on this rank. Raises ``ValueError`` where the step does not say."""
+        if metadata.dcp_local_seq_lens_cpu is None:
+            raise ValueError("contexts that are dealt out among ranks need dcp_local_seq_lens_cpu; fill it")
+        return metadata.dcp_local_seq_lens_cpu
+
+    def without_sinks(self) -> PlainAttention:
+        other = copy.copy(self)
+        other.params = replace(self.params, sinks=None)
+        return other
+
+    def require_whole(self, metadata: CommonAttentionMetadata) -> None:
+        """Raises ``RuntimeError`` where this rank has a share of the contexts only."""
+        if metadata.dcp_local_seq_lens is not None:
+            raise RuntimeError("this rank holds a share of each context only; merge the partial results of all ranks")
 
     def _rows(
         self,
@@ -72,6 +132,7 @@ class PlainAttention(AttentionImpl):
         cache: torch.Tensor | None,
         metadata: CommonAttentionMetadata,
         output: torch.Tensor,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Fills ``output`` and returns the log-sum-exp float32 [T, H]."""
         starts, num_keys = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
@@ -85,6 +146,8 @@ class PlainAttention(AttentionImpl):
                 fresh = slice(first_key, first_key := first_key + int(num_keys[row]))
                 keys, values = states[0][fresh], states[1][fresh]
             visible = self.visible(metadata, row, step.stop - step.start, len(keys)).to(query.device)
+            if selected is not None:
+                visible &= self.chosen(selected[step], len(keys))
             answer = self.attend(query[step].float(), keys.float(), values.float(), visible)
             output[step], lse[step] = answer[0].to(output.dtype), answer[1]
         return lse
@@ -106,6 +169,12 @@ class PlainAttention(AttentionImpl):
         name = QUANTIZED.get(states.dtype, str(states.dtype).removeprefix("torch."))
         is_latent = states.shape[-1] == params.head_size
         return StoredStates(name, params.key_scale, params.value_scale, value_size if is_latent else None)
+
+    def chosen(self, selected: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Bool [q, k] of positions [q, N] within the row; others than its k keys choose nothing."""
+        is_key = (selected >= 0) & (selected < num_keys)
+        chosen = torch.zeros(len(selected), num_keys + 1, dtype=torch.bool, device=selected.device)
+        return chosen.scatter_(1, torch.where(is_key, selected, num_keys).long(), True)[:, :num_keys]
 
     def visible(self, metadata: CommonAttentionMetadata, row: int, num_queries: int, num_keys: int) -> torch.Tensor:
         """Bool [q, k] of one row whose queries are the last of its tokens."""
@@ -144,7 +213,8 @@ class PlainAttention(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[q, H, V] and the log-sum-exp [q, H] of one row."""
         params = self.params
-        group = params.num_heads // params.num_kv_heads
+        # There may be heads of other ranks.
+        group = query.shape[1] // params.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * params.scale
         if params.logits_soft_cap is not None:
             scores = params.logits_soft_cap * torch.tanh(scores / params.logits_soft_cap)
@@ -182,6 +252,7 @@ class PlainAttentionBackend(AttentionBackend):
     known_needs = AttentionBackend.known_needs | {
         *("chunk_size", "keeps_prompt", "uses_mm_prefix", "uses_row_causality", "per_head_scales", "needs_lse"),
         "uses_relative_bias",
+        *("uses_sparse", "dcp_size"),
     }
     impl: type[PlainAttention] = PlainAttention
 
@@ -193,6 +264,10 @@ class PlainAttentionBackend(AttentionBackend):
         stored = (*DTYPES, *QUANTIZED.values())
         if need.kv_cache_dtype not in stored:
             return f"plain attention reads caches of {', '.join(stored)}, not of {need.kv_cache_dtype}"
+        if need.uses_sparse and need.kind is not AttentionKind.DECODER:
+            return f"keys are selected among those of a decoder, not of attention kind {need.kind}"
+        if need.dcp_size > 1 and (reason := self._refuse_ranks(need)):
+            return reason
         if need.uses_mla:
             return self._refuse_latents(need)
         if need.batch_invariant:
@@ -200,6 +275,14 @@ class PlainAttentionBackend(AttentionBackend):
         if need.num_heads % need.num_kv_heads:
             return f"{need.num_heads} query heads cannot be shared out among {need.num_kv_heads} KV heads"
         return None
+
+    def _refuse_ranks(self, need: AttentionNeed) -> str | None:
+        is_plain = need.kind is AttentionKind.DECODER and need.kv_cache_dtype == need.dtype
+        places = need.sliding_window is not None or need.chunk_size is not None or need.uses_alibi
+        places = places or need.uses_relative_bias
+        if is_plain and not places and not need.uses_mm_prefix and not need.uses_sparse:
+            return None
+        return "a rank that holds a share of a context knows no places of its keys, and stores what it computed with"
 
     def _refuse_latents(self, need: AttentionNeed) -> str | None:
         if need.num_kv_heads != 1:

@@ -96,6 +96,7 @@ def _need_of(base: AttentionNeed, layer: AttentionLayer) -> AttentionNeed:
         uses_relative_bias=params.relative_bias is not None,
         uses_mla=isinstance(layer.spec, MLASpec),
         uses_mm_prefix=base.uses_mm_prefix and params.kind is AttentionKind.DECODER,
+        uses_sparse=layer.selects_keys,
         per_head_scales=any(
             scale is not None and scale.numel() > 1 for scale in (params.key_scale, params.value_scale)
         ),

@@ -2,16 +2,7 @@
 
 from hardpoint_attention.flash.backend import FlashBackend, FlashSurroundings
 from hardpoint_attention.flash.capabilities import InstalledKernels
-from hardpoint_attention.flash.context_ranks import CommunicatorRanks, ContextRanks
 from hardpoint_attention.flash.options import FlashOptions
 from hardpoint_attention.flash.plugin import create
 
-__all__ = [
-    "CommunicatorRanks",
-    "ContextRanks",
-    "FlashBackend",
-    "FlashOptions",
-    "FlashSurroundings",
-    "InstalledKernels",
-    "create",
-]
+__all__ = ["FlashBackend", "FlashOptions", "FlashSurroundings", "InstalledKernels", "create"]

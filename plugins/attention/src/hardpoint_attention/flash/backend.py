@@ -27,7 +27,6 @@ from hardpoint_attention.flash import capabilities
 from hardpoint_attention.flash.builder import BuilderSettings, FlashMetadataBuilder
 from hardpoint_attention.flash.calls import FlashKernel
 from hardpoint_attention.flash.capabilities import HEAD_256_PAGE, InstalledKernels
-from hardpoint_attention.flash.context_ranks import ContextRanks
 from hardpoint_attention.flash.generations import load_generation
 from hardpoint_attention.flash.impl import FlashImpl, LayerKernels
 from hardpoint_attention.flash.layers import KnownLayer
@@ -38,13 +37,12 @@ __all__ = ["FlashBackend", "FlashSurroundings"]
 
 @dataclass(frozen=True, slots=True)
 class FlashSurroundings:
-    """Where a backend runs. ``ranks``: those among which contexts are dealt out, if any."""
+    """Where a backend runs."""
 
     device: DeviceDescription
     installed: InstalledKernels
     batch_invariant: bool = False
     num_processors: int = 1
-    ranks: ContextRanks | None = None
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("hardpoint.attention.flash"))
 
 
@@ -72,10 +70,7 @@ class FlashBackend(AttentionBackend):
         self._kernels: dict[int, FlashKernel] = {}
 
     def refuse(self, need: AttentionNeed) -> str | None:
-        reason = capabilities.refuse(need, self.surroundings.installed)
-        if reason is None and need.dcp_size > 1 and self.surroundings.ranks is None:
-            return "no ranks were given to it among which contexts could be dealt out"
-        return reason
+        return capabilities.refuse(need, self.surroundings.installed)
 
     def block_sizes(self, need: AttentionNeed) -> BlockSizeRule:
         return capabilities.block_sizes(need, self.surroundings.installed)
@@ -113,7 +108,7 @@ class FlashBackend(AttentionBackend):
         self._require_features(params, resolution.generation)
         self._layers[params.layer_name] = KnownLayer(params, resolution.generation)
         kernels = LayerKernels(self._load, resolution.generation, masked, encoder)
-        return FlashImpl(params, kernels, self.surroundings.ranks)
+        return FlashImpl(params, kernels)
 
     def _encoder_generation(self, params: AttentionLayerParams, need: AttentionNeed, generation: int) -> int:
         """R5.61: windows over an encoder's own keys are beyond the kernel for heads of 256 entries."""

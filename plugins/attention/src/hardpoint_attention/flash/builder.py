@@ -15,11 +15,12 @@ from hardpoint.interfaces.attention import AttentionMetadataBuilder, CommonAtten
 from hardpoint.interfaces.kv_cache import AttentionSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec, FullAttentionSpec
 from hardpoint_attention.cascade import CascadePolicy, CascadeQuestion, decide_cascade
-from hardpoint_attention.dcp import ContextShards, QuerySplit, offers_fused_draft_update
+from hardpoint_attention.dcp import QuerySplit, offers_fused_draft_update
 from hardpoint_attention.flash.buffers import StagedBuffer, store_schedule
 from hardpoint_attention.flash.layers import GroupTraits, KnownLayer, LayerView, group_traits
 from hardpoint_attention.flash.metadata import CascadeParts, ContextParts, FlashMetadata, RowPart
 from hardpoint_attention.flash.scheduling import SchedulePlanner, plans_ahead, schedule_size, split_bound
+from hardpoint_torch_runtime.layers.context_shards import ContextShards
 
 __all__ = ["BuilderSettings", "FlashMetadataBuilder"]
 
@@ -283,9 +284,10 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         self._context_lens[rows:].zero_()
         query_lens = np.diff(common.query_start_loc_cpu[: common.num_rows + 1])
         longest = int((common.seq_lens_cpu[: common.num_rows] - query_lens).max(initial=0))
-        bound = ContextShards(self._dcp_size, self.settings.dcp_interleave).bound(longest)
-        if lengths_cpu is not None and not common.for_graph:
-            bound = min(bound, int(lengths_cpu[: common.num_rows].max(initial=0)))
+        if lengths_cpu is None or common.for_graph:
+            bound = ContextShards(self._dcp_size, self.settings.dcp_interleave).bound(longest)
+        else:
+            bound = int(lengths_cpu[: common.num_rows].max(initial=0))
         part = RowPart(
             cu_query_lens=common.query_start_loc,
             max_query_len=common.max_query_len,

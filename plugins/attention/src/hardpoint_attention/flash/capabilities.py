@@ -203,6 +203,10 @@ def _feature_rule(need: AttentionNeed) -> str | None:
         return "a sliding window within chunks is not supported"
     if need.dcp_size > 1 and (need.sliding_window is not None or need.chunk_size is not None or need.uses_mm_prefix):
         return "a cache that is dealt out among ranks has no windows, chunks or multimodal prefixes"
+    if need.dcp_size > 1 and _fp8(need):
+        return "an 8-bit cache that is dealt out among ranks would round a step's own tokens for later steps only"
+    if need.dcp_size > 1 and need.kind is not AttentionKind.DECODER:
+        return f"contexts that are dealt out among ranks are a decoder's, not attention kind {need.kind.value}'s"
     return None
 
 

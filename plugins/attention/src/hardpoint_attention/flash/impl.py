@@ -13,11 +13,10 @@ import torch
 from hardpoint.interfaces.attention import AttentionImpl, AttentionKind, AttentionLayerParams
 from hardpoint_attention.flash.cache_write import CacheWriter
 from hardpoint_attention.flash.calls import AttentionCall, FlashKernel
-from hardpoint_attention.flash.context_ranks import ContextRanks
 from hardpoint_attention.flash.masks import MaskShape, mask_for
 from hardpoint_attention.flash.metadata import CascadeParts, ContextParts, FlashMetadata, RowPart
 from hardpoint_attention.flash.views import FULL_WINDOW, cache_views, canonicalized, window_pair
-from hardpoint_attention.merge import Partial, merge_partials
+from hardpoint_torch_runtime.layers.partial_attention import Partial, merge_partials
 
 __all__ = ["FlashImpl", "LayerKernels"]
 
@@ -41,11 +40,10 @@ class LayerKernels:
 class FlashImpl(AttentionImpl):
     """Forward reads the cache only; writing is an operation of its own (R5.70)."""
 
-    def __init__(self, params: AttentionLayerParams, kernels: LayerKernels, ranks: ContextRanks | None = None) -> None:
+    def __init__(self, params: AttentionLayerParams, kernels: LayerKernels) -> None:
         self.params = params
         self._writer = CacheWriter(params)
         self._kernels = kernels
-        self._ranks = ranks
         self._is_bidirectional = params.kind is not AttentionKind.DECODER
         slopes = params.alibi_slopes
         self._slopes = None if slopes is None else torch.tensor(list(slopes), dtype=torch.float32)
@@ -73,10 +71,9 @@ class FlashImpl(AttentionImpl):
             raise TypeError("FlashAttention does not quantize its output; quantize it in an operation of its own")
         if metadata is None:
             return output.zero_()
+        self._require_whole_contexts(metadata)
         if kv_cache is None:
             self._over_fresh(query, key, value, metadata, output)
-        elif metadata.context is not None:
-            self._over_dealt_contexts(query, key, value, kv_cache, metadata.plain, metadata.context, output)
         elif metadata.cascade is not None and self._may_cascade:
             self._in_cascade(query, kv_cache, metadata, metadata.cascade, output)
         else:
@@ -86,10 +83,84 @@ class FlashImpl(AttentionImpl):
     def forward_with_lse(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: FlashMetadata, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._require_whole_contexts(metadata)
         lse = self._over_pages(query, kv_cache, metadata, metadata.plain, output, wants_lse=True)
         # Kernels say +inf of a query that saw no key.
         known = _by_token(lse)
         return output, torch.where(known == torch.inf, -torch.inf, known)
+
+    def has_context(self, metadata: FlashMetadata) -> bool:
+        """Whether any row had tokens before this step, on whatever rank; a decision of the host (R5.90)."""
+        return self._context(metadata).has_context
+
+    def context_partial(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: FlashMetadata, output: torch.Tensor
+    ) -> Partial:
+        """This rank's share of the contexts, for the heads of all ranks, into ``output``; without sinks."""
+        part = self._context(metadata).context
+        kernel = self._kernels.load(self._kernels.generation)
+        keys, values = self._cached_views(kv_cache, kernel)
+        lse = kernel(
+            AttentionCall(
+                query=self._query(query, keys.dtype, kernel),
+                key=keys,
+                value=values,
+                output=output,
+                cu_query_lens=part.cu_query_lens,
+                max_query_len=part.max_query_len,
+                max_key_len=part.max_key_len,
+                scale=self.params.scale,
+                causal=False,
+                window=FULL_WINDOW,
+                soft_cap=self.params.logits_soft_cap or 0.0,
+                key_lens=part.key_lens,
+                page_table=part.page_table,
+                num_splits=1,
+                wants_lse=True,
+            )
+        )
+        return Partial(output, _by_token(lse))
+
+    def step_partial(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata, output: torch.Tensor
+    ) -> Partial:
+        """The step's own tokens alone, into ``output``; with sinks."""
+        part = metadata.plain
+        kernel = self._kernels.load(self._kernels.generation)
+        lse = kernel(
+            AttentionCall(
+                query=_fit(query, kernel),
+                key=_fit(key, kernel),
+                value=_fit(value, kernel),
+                output=output,
+                cu_query_lens=part.cu_query_lens,
+                max_query_len=part.max_query_len,
+                max_key_len=part.max_query_len,
+                scale=self.params.scale,
+                causal=part.causal,
+                window=FULL_WINDOW,
+                soft_cap=self.params.logits_soft_cap or 0.0,
+                cu_key_lens=part.cu_query_lens,
+                sinks=self.params.sinks,
+                wants_lse=True,
+            )
+        )
+        return Partial(output, _by_token(lse))
+
+    def _context(self, metadata: FlashMetadata) -> ContextParts:
+        if metadata.context is None:
+            raise ValueError(
+                f"layer {self.params.layer_name!r}: nothing says how much of each context this rank holds; the builder "
+                "must be told of context_shards, and the step of dcp_local_seq_lens"
+            )
+        return metadata.context
+
+    def _require_whole_contexts(self, metadata: FlashMetadata) -> None:
+        if metadata.context is not None:
+            raise RuntimeError(
+                f"layer {self.params.layer_name!r}: this rank holds a share of each context only (dcp_local_seq_lens); "
+                "merge context_partial of all ranks and step_partial instead"
+            )
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -208,82 +279,6 @@ class FlashImpl(AttentionImpl):
         suffix_lse = self._over_pages(query, kv_cache, metadata, parts.suffix, output, wants_lse=True, has_sinks=False)
         partials = Partial(shared, _by_token(prefix_lse)), Partial(output, _by_token(suffix_lse))
         merge_partials(partials, out=output)
-
-    def _over_dealt_contexts(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        plain: RowPart,
-        context: ContextParts,
-        output: torch.Tensor,
-    ) -> None:
-        """This rank's share of the contexts for the heads of all ranks, then the step's own tokens."""
-        if self._ranks is None:
-            raise RuntimeError(
-                f"layer {self.params.layer_name!r} finds contexts dealt out among ranks, but its backend was given "
-                "none to talk to"
-            )
-        own = torch.empty_like(output)
-        own_lse = self._over_new_tokens(query, key, value, plain, own)
-        partials = [Partial(own, _by_token(own_lse))]
-        if context.has_context:
-            partials.append(self._shared_context(query, kv_cache, context.context, self._ranks))
-        merge_partials(partials, out=output)
-
-    def _shared_context(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, part: RowPart, ranks: ContextRanks
-    ) -> Partial:
-        kernel = self._kernels.load(self._kernels.generation)
-        keys, values = self._cached_views(kv_cache, kernel)
-        everyone = ranks.gather_heads(query)
-        shared = torch.empty_like(everyone)
-        lse = kernel(
-            AttentionCall(
-                query=self._query(everyone, keys.dtype, kernel),
-                key=keys,
-                value=values,
-                output=shared,
-                cu_query_lens=part.cu_query_lens,
-                max_query_len=part.max_query_len,
-                max_key_len=part.max_key_len,
-                scale=self.params.scale,
-                causal=False,
-                window=FULL_WINDOW,
-                soft_cap=self.params.logits_soft_cap or 0.0,
-                key_lens=part.key_lens,
-                page_table=part.page_table,
-                key_descale=_per_row(self.params.key_scale, part.key_lens.shape[0], self.params.num_kv_heads),
-                value_descale=_per_row(self.params.value_scale, part.key_lens.shape[0], self.params.num_kv_heads),
-                num_splits=1,
-                wants_lse=True,
-            )
-        )
-        return ranks.merge_heads(Partial(shared, _by_token(lse)))
-
-    def _over_new_tokens(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: RowPart, output: torch.Tensor
-    ) -> torch.Tensor | None:
-        kernel = self._kernels.load(self._kernels.generation)
-        return kernel(
-            AttentionCall(
-                query=_fit(query, kernel),
-                key=_fit(key, kernel),
-                value=_fit(value, kernel),
-                output=output,
-                cu_query_lens=part.cu_query_lens,
-                max_query_len=part.max_query_len,
-                max_key_len=part.max_query_len,
-                scale=self.params.scale,
-                causal=True,
-                window=FULL_WINDOW,
-                soft_cap=self.params.logits_soft_cap or 0.0,
-                cu_key_lens=part.cu_query_lens,
-                sinks=self.params.sinks,
-                wants_lse=True,
-            )
-        )
 
     def _kernel(self, metadata: FlashMetadata) -> FlashKernel:
         kernels = self._kernels

@@ -80,8 +80,6 @@ class ReferenceBackend(AttentionBackend):
             return f"dtype {need.dtype} is not one of {', '.join(COMPUTE_DTYPES)}"
         if need.num_kv_heads < 1 or need.num_heads % need.num_kv_heads:
             return f"{need.num_heads} query heads are no multiple of {need.num_kv_heads} key/value heads"
-        if need.uses_sparse:
-            return "keys that an index selects (sparse attention) cannot be told from others here"
         if need.batch_invariant:
             return "rows are grouped by length, so rounding depends on a row's neighbors (batch-invariant mode)"
         return _stored(need) or _kind(need) or _masks(need) or _ranks(need)
@@ -130,6 +128,8 @@ def _kind(need: AttentionNeed) -> str | None:
         return f"relative biases go by causal distances here and do not fit attention kind {kind.value}"
     if need.uses_mla and need.num_kv_heads != 1:
         return f"latent attention (MLA) has one latent that all heads share, not {need.num_kv_heads}"
+    if need.uses_sparse and kind is not AttentionKind.DECODER:
+        return f"keys are selected (sparse attention) among those of a decoder, not of attention kind {kind.value}"
     if need.uses_mla and kind is not AttentionKind.DECODER:
         return f"latent attention (MLA) reads a cache, which attention kind {kind.value} has not"
     return None
@@ -149,9 +149,13 @@ def _ranks(need: AttentionNeed) -> str | None:
         "a sliding window": need.sliding_window is not None,
         "attention in chunks": need.chunk_size is not None,
         "ALiBi": need.uses_alibi,
+        "a bias by distance": need.uses_relative_bias,
         "relative biases": need.uses_relative_bias,
         f"attention kind {need.kind.value}": need.kind is not AttentionKind.DECODER,
         "bidirectional ranges": need.uses_mm_prefix,
+        "keys that an index selects": need.uses_sparse,
+        # A step's own tokens are seen as they are, before they are stored, and would be rounded for later steps only.
+        f"a KV cache of {need.kv_cache_dtype}": need.kv_cache_dtype not in ("auto", need.dtype),
     }
     wrong = [what for what, is_asked in asked.items() if is_asked]
     if not wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ __all__ = ["CachePages", "RowGroup", "Spelling", "foreign_group", "fresh_group",
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What the caller needs written out: ``masks`` that ``is_causal`` could say, ``distances`` for biases."""
+    """What the caller needs written out: ``masks`` that ``is_causal`` could say, ``distances`` for biases, and
+    ``positions`` of keys to select them by."""
 
     masks: bool = False
     distances: bool = False
+    positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class RowGroup:
         is_causal: triangular, with S == Q.
         distance: float32 [R, Q, S], query position minus key position, for biases that depend on it.
         key_range: the step's keys, where these are another sequence's than the queries.
+        first_keys: int64 [R], positions in their sequences of the first of the S keys.
     """
 
     num_rows: int
@@ -46,6 +49,23 @@ class RowGroup:
     is_causal: bool
     distance: torch.Tensor | None = None
     key_range: tuple[int, int] | None = None
+    first_keys: torch.Tensor | None = None
+
+    def narrowed(self, selected: torch.Tensor) -> RowGroup:
+        """The same with all keys hidden but those at the positions that ``selected`` [T, N] names for each token.
+
+        Raises ``RuntimeError`` for a group that was planned without positions, or without its mask written out.
+        """
+        if self.first_keys is None or self.is_causal:
+            raise RuntimeError("a group of rows was planned without the positions of its keys; plan with positions")
+        named = self.pick(selected).view(self.num_rows, self.num_queries, -1).long() - self.first_keys[:, None, None]
+        is_here = (named >= 0) & (named < self.num_keys)
+        # One place more than there are keys, for all that is not here.
+        shape = (self.num_rows, self.num_queries, self.num_keys + 1)
+        is_seen = torch.zeros(shape, dtype=torch.bool, device=named.device)
+        is_seen.scatter_(2, torch.where(is_here, named, self.num_keys), True)
+        hidden = torch.zeros(shape, device=named.device).masked_fill_(~is_seen, -torch.inf)[:, None, :, :-1]
+        return replace(self, mask=hidden if self.mask is None else self.mask + hidden)
 
     def pick(self, values: torch.Tensor) -> torch.Tensor:
         """This group's [n, ...] of ``values`` [T, ...]."""
@@ -94,7 +114,8 @@ def fresh_group(row_set: RowSet, visibility: Visibility, device: torch.device, s
     mask = None
     if not is_causal and (visibility.causal or not is_whole):
         mask = _mask(visibility.matrix(row_set.rows, positions, positions), device)
-    return _group(row_set, length, device, mask, is_causal, positions if spelling.distances else None)
+    group = _group(row_set, length, device, mask, is_causal, positions if spelling.distances else None)
+    return _with_positions(group, np.zeros(len(row_set.rows), dtype=np.int64), device) if spelling.positions else group
 
 
 def paged_group(
@@ -114,7 +135,12 @@ def paged_group(
     is_read = visible.any(axis=1) if visibility.is_patchy else is_own
     stale = None if is_read.all() else _stale(is_read, row_set.num_blocks, cache, device)
     pages = _pages(row_set, cache, device)
-    return _group(row_set, num_keys, device, mask, False, keys if spelling.distances else None, pages, stale)
+    group = _group(row_set, num_keys, device, mask, False, keys if spelling.distances else None, pages, stale)
+    return _with_positions(group, base, device) if spelling.positions else group
+
+
+def _with_positions(group: RowGroup, first_keys: np.ndarray, device: torch.device) -> RowGroup:
+    return replace(group, first_keys=torch.from_numpy(first_keys.astype(np.int64)).to(device))
 
 
 def foreign_group(row_set: RowSet, first_key: int, device: torch.device) -> RowGroup:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from hardpoint.interfaces.attention import AttentionImpl, AttentionKind, AttentionLayerParams
-from hardpoint_attention.merge import Partial, merge_partials
 from hardpoint_attention.reference.groups import RowGroup, Spelling
 from hardpoint_attention.reference.layer_cache import LayerCache
 from hardpoint_attention.reference.metadata import KeyPart, LayerView, ReferenceMetadata
 from hardpoint_attention.reference.scores import ScoreRules, attend, attend_explicitly
+from hardpoint_torch_runtime.layers.partial_attention import Partial, merge_partials
 
 __all__ = ["ReferenceImpl"]
 
@@ -49,11 +49,7 @@ class ReferenceImpl(AttentionImpl):
         if metadata is None:
             return output.zero_()
         cache = None if kv_cache is None else self._cache(kv_cache)
-        if cache is not None and metadata.context_lens is not None:
-            raise RuntimeError(
-                f"layer {self.params.layer_name!r}: this rank holds a share of each context only (dcp_local_seq_lens); "
-                "merge context_partial of all ranks and step_partial instead"
-            )
+        self._require_whole_contexts(metadata)
         # The fused kernel wants values as wide as keys.
         is_explicit = self._needs_scores or output.shape[-1] != query.shape[-1]
         view = self._view(cache, query.dtype, explicit=is_explicit)
@@ -74,16 +70,38 @@ class ReferenceImpl(AttentionImpl):
     def forward_with_lse(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With ``dcp_local_seq_lens`` in the metadata, :meth:`context_partial`."""
+        self._require_whole_contexts(metadata)
         cache = self._cache(kv_cache)
         view = self._view(cache, query.dtype, explicit=True, cache_only=True)
-        if metadata.context_lens is not None:
-            partial = self.context_partial(query, kv_cache, metadata, output)
-        elif self._takes_cascade(metadata, view):
+        if self._takes_cascade(metadata, view):
             partial = self._cascade(query, cache, metadata, output, None)
         else:
             partial = self._explicit(query, None, cache, metadata, view, output)
         return partial.output, partial.lse
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor | None,
+        metadata: ReferenceMetadata | None,
+        selected: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries that see those of their visible keys which ``selected`` int32 [T, N] names; see
+        :class:`~hardpoint_torch_runtime.layers.SelectedKeysImpl`."""
+        if metadata is None:
+            return output.zero_()
+        self._require_whole_contexts(metadata)
+        cache = None if kv_cache is None else self._cache(kv_cache)
+        view = self._view(cache, query.dtype, explicit=True)
+        view = replace(view, spelling=replace(view.spelling, positions=True))
+        return self._explicit(query, (key, value), cache, metadata, view, output, selected=selected).output
+
+    def has_context(self, metadata: ReferenceMetadata) -> bool:
+        """Whether any row had tokens before this step, on whatever rank."""
+        return bool((metadata.batch.seq_lens > metadata.batch.query_lens).any())
 
     def context_partial(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata, output: torch.Tensor
@@ -112,6 +130,13 @@ class ReferenceImpl(AttentionImpl):
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         self._cache(kv_cache).write(key, value, slot_mapping)
+
+    def _require_whole_contexts(self, metadata: ReferenceMetadata) -> None:
+        if metadata.context_lens is not None:
+            raise RuntimeError(
+                f"layer {self.params.layer_name!r}: this rank holds a share of each context only (dcp_local_seq_lens); "
+                "merge context_partial of all ranks and step_partial instead"
+            )
 
     def _cache(self, kv_cache: torch.Tensor) -> LayerCache:
         return LayerCache(kv_cache, self.params.head_size, (self.params.key_scale, self.params.value_scale))
@@ -175,8 +200,9 @@ class ReferenceImpl(AttentionImpl):
         output: torch.Tensor,
         *,
         with_sinks: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> Partial:
-        """Every group on explicit scores, into ``output``."""
+        """Every group on explicit scores, into ``output``; of keys that are ``selected``, where some are."""
         params = self.params
         sinks = params.sinks if with_sinks else None
         rules = ScoreRules(params.scale, params.logits_soft_cap, self._slopes, sinks, params.relative_bias)
@@ -189,6 +215,8 @@ class ReferenceImpl(AttentionImpl):
                     group.put(lse, sinks.float().to(lse.device).expand(shape))
                 continue
             keys, values = self._keys_values(group, step, cache, metadata, output.shape[-1], query.dtype)
+            if selected is not None:
+                group = group.narrowed(selected)
             attended, group_lse = attend_explicitly(group, group.pick(query), keys, values, rules)
             group.put(output, attended)
             group.put(lse, group_lse)

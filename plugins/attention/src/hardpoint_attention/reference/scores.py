@@ -57,7 +57,7 @@ def attend_explicitly(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, H, D], keys [R, K, S, D] and values [R, K, S, V] to ([R, Q, H, V] and log-sum-exp [R, Q, H]), both float32.
 
-    Sinks are in the log-sum-exp. Every query sees a key.
+    Sinks are in the log-sum-exp. A query that sees no key has zeros, and -inf unless there are sinks.
     """
     rows, queries, kv_heads = group.num_rows, group.num_queries, keys.shape[1]
     heads, size = query.shape[1:]
@@ -82,7 +82,8 @@ def attend_explicitly(
     if rules.sinks is not None:
         sinks = rules.sinks.float().view(1, kv_heads, -1, 1)
         lse = torch.logaddexp(lse, sinks.expand_as(lse))
-    weights = (scores - lse.unsqueeze(-1)).exp_()
+    # -inf less -inf would be NaN where nothing is seen.
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     attended = torch.matmul(weights.flatten(2, 3), values.float()).unflatten(2, (-1, queries))
     output = attended.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
     return output, lse.permute(0, 3, 1, 2).reshape(rows, queries, heads)

@@ -5,6 +5,8 @@ from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
 from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
 from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
+from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
+from hardpoint_torch_runtime.layers.context_shards import ContextShards, LocalLengths
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
@@ -28,6 +30,7 @@ from hardpoint_torch_runtime.layers.mla import LatentAttention, LatentSizes, Lat
 from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, MixtureSizes, RoutedExperts
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.partial_attention import Partial, merge_partials, rank_share, total_lse
 from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
 from hardpoint_torch_runtime.layers.recurrent import RecurrentLayer
 from hardpoint_torch_runtime.layers.relative_bias import RelativeBias
@@ -36,6 +39,7 @@ from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
 from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
 from hardpoint_torch_runtime.layers.selective_mixer import SelectiveMixer, SelectiveSizes
+from hardpoint_torch_runtime.layers.selected_keys import SelectedKeysImpl
 from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
 from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
 from hardpoint_torch_runtime.layers.stored_weights import (
@@ -62,6 +66,8 @@ __all__ = [
     "ColumnParallelLinear",
     "DeltaMixer",
     "DeltaSizes",
+    "ContextRanks",
+    "ContextShards",
     "DenseWeight",
     "EmbeddingTable",
     "ExpertMLP",
@@ -79,6 +85,7 @@ __all__ = [
     "LayerToolkit",
     "LinearFactory",
     "LoadingObserver",
+    "LocalLengths",
     "MambaMixer",
     "MambaSizes",
     "MergedColumnParallelLinear",
@@ -87,6 +94,7 @@ __all__ = [
     "OutputPart",
     "PackedLinearMethod",
     "ParallelLinear",
+    "Partial",
     "Placement",
     "PlacingLinearMethod",
     "QKVParallelLinear",
@@ -103,8 +111,10 @@ __all__ = [
     "SegmentedColumnLinear",
     "SelectiveMixer",
     "SelectiveSizes",
+    "SelectedKeysImpl",
     "ShardedModule",
     "ShardedRMSNorm",
+    "SharedContextImpl",
     "SiluAndMul",
     "StateMetadata",
     "StateMetadataBuilder",
@@ -118,4 +128,8 @@ __all__ = [
     "UnquantizedLinearMethod",
     "VocabEmbedding",
     "dense_attention",
+    "attend_over_ranks",
+    "merge_partials",
+    "rank_share",
+    "total_lse",
 ]

@@ -14,6 +14,8 @@ from hardpoint.interfaces.attention import AttentionBackend, AttentionImpl, Atte
 from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec
 from hardpoint_torch_runtime.forward_context import ForwardContext, get_forward_context
+from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
+from hardpoint_torch_runtime.layers.selected_keys import SelectedKeysImpl
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = ["AttentionLayer"]
@@ -27,6 +29,9 @@ class AttentionLayer(UncompiledLayer):
     Without a ``backend`` one has to be bound before the first forward: which one serves is decided once all layers of a
     model are known.
 
+    ``ranks``: those among which its contexts are dealt out, as its ``spec`` says too. ``selects_keys``: each forward is
+    given which keys its queries see (sparse attention).
+
     Attributes:
         spec: what the layer keeps in the KV cache; None for layers that no cache group serves (encoders of a model
             with a decoder).
@@ -39,8 +44,12 @@ class AttentionLayer(UncompiledLayer):
         spec: KVCacheSpec | None,
         *,
         value_size: int | None = None,
+        ranks: ContextRanks | None = None,
+        selects_keys: bool = False,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
+        self.selects_keys = selects_keys
         self.params = params
         self.value_size = params.head_size if value_size is None else value_size
         self.name = params.layer_name
@@ -49,12 +58,21 @@ class AttentionLayer(UncompiledLayer):
         self._writes_kv = False
         self._backend: AttentionBackend | None = None
         self._impl: AttentionImpl | None = None
+        self._sharing: SharedContextImpl | None = None
+        self._selecting: SelectedKeysImpl | None = None
         if backend is not None:
             self.bind(backend)
 
     def bind(self, backend: AttentionBackend) -> None:
-        """Compute with ``backend`` from now on."""
-        self._backend, self._impl = backend, backend.create_impl(self.params)
+        """Compute with ``backend`` from now on. Raises ``TypeError`` for one that lacks a method this layer calls."""
+        impl = backend.create_impl(self.params)
+        sharing = impl if isinstance(impl, SharedContextImpl) else None
+        selecting = impl if isinstance(impl, SelectedKeysImpl) else None
+        if self.ranks is not None and sharing is None:
+            raise TypeError(self._lacking(backend, impl, "SharedContextImpl", "contexts are dealt out among ranks"))
+        if self.selects_keys and selecting is None:
+            raise TypeError(self._lacking(backend, impl, "SelectedKeysImpl", "queries see selected keys only"))
+        self._backend, self._impl, self._sharing, self._selecting = backend, impl, sharing, selecting
         self._writes_kv = self._keeps_kv and backend.kv_write_mode is KVWriteMode.SEPARATE
 
     @property
@@ -71,7 +89,16 @@ class AttentionLayer(UncompiledLayer):
             raise RuntimeError(f"attention layer {self.name!r} has no backend yet; bind one first")
         return self._backend
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, selected: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``selected`` int32 [T, N] as :class:`SelectedKeysImpl` takes it, for layers that select keys and no others:
+        anything else raises ``TypeError``."""
+        if (selected is not None) != self.selects_keys:
+            raise TypeError(
+                f"attention layer {self.name!r} was {'not ' if selected is None else ''}given a selection of keys, but "
+                f"was created with selects_keys={self.selects_keys}"
+            )
         heads, kv_heads, size = self.params.num_heads, self.params.num_kv_heads, self.params.head_size
         query = query.view(-1, heads, size)
         # Written out, since there may be none: an encoder's tokens come with one step only.
@@ -86,8 +113,19 @@ class AttentionLayer(UncompiledLayer):
         if self._writes_kv and cache is not None and key.shape[0]:
             impl.write_kv(key, value, cache, _entry(context.slot_mapping, self.name, "slot_mapping"))
         metadata = _entry(context.attention_metadata, self.name, "attention_metadata")
-        impl.forward(query, key, value, cache, metadata, output)
+        if selected is not None and self._selecting is not None:
+            self._selecting.forward_selected(query, key, value, cache, metadata, selected, output)
+        elif self.ranks is not None and self._sharing is not None and cache is not None:
+            attend_over_ranks(self._sharing, self.ranks, (query, key, value), cache, metadata, output)
+        else:
+            impl.forward(query, key, value, cache, metadata, output)
         return output.flatten(1)
+
+    def _lacking(self, backend: AttentionBackend, impl: AttentionImpl, contract: str, why: str) -> str:
+        return (
+            f"attention backend {backend.name!r} accepted layer {self.name!r}, whose {why}, but its "
+            f"{type(impl).__name__} lacks methods of {contract}; let the backend refuse, or choose another one"
+        )
 
     def _cache(self, context: ForwardContext) -> torch.Tensor:
         return _entry(context.kv_caches, self.name, "kv_caches")

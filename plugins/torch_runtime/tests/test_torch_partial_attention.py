@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint_attention.merge import Partial, merge_partials, rank_share, total_lse
+from hardpoint_torch_runtime.layers import Partial, merge_partials, rank_share, total_lse
 
 TOKENS, HEADS, SIZE = 3, 2, 4
 
