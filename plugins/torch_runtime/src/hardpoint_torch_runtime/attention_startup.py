@@ -16,6 +16,7 @@ from hardpoint.interfaces.plugin import PluginAccess, PluginDeclaration, ProbeSt
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.attention_needs import attention_need, bare_need, describe_need, layer_needs
 from hardpoint_torch_runtime.backend_selection import AttentionChoice, AttentionSelector, Needs, Verdict
+from hardpoint_torch_runtime.layers.context_shards import ContextShards
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
 from hardpoint_torch_runtime.model_loading import create_model, torch_dtype
@@ -85,7 +86,11 @@ def attention_for_layers(
 
 
 def attention_report(
-    plugins: PluginAccess, platform: Platform, config: WorkerConfig, described: DeviceDescription
+    plugins: PluginAccess,
+    platform: Platform,
+    config: WorkerConfig,
+    described: DeviceDescription,
+    context_shards: ContextShards | None = None,
 ) -> AttentionReport:
     """The decision for ``described`` without binding a device, allocating a model or reading a weight.
 
@@ -98,7 +103,7 @@ def attention_report(
     notes = []
     needs: Needs = {base: ()}
     try:
-        needs = _needs_of_model(plugins, config, base)
+        needs = _needs_of_model(plugins, config, base, context_shards)
     except HardpointError as error:
         notes.append(f"layers could not be created, so this goes by the model's configuration alone: {error}")
     verdicts = selector.examine(needs)
@@ -114,10 +119,13 @@ def attention_report(
     )
 
 
-def _needs_of_model(plugins: PluginAccess, config: WorkerConfig, base: AttentionNeed) -> Needs:
+def _needs_of_model(
+    plugins: PluginAccess, config: WorkerConfig, base: AttentionNeed, context_shards: ContextShards | None
+) -> Needs:
     """Of layers on torch's device without memory. Ranks are not there, and no layer computes."""
     parallel = TensorParallel(0, config.parallel.tensor_parallel_size)
-    toolkit = LayerToolkit(config, torch.device("meta"), torch_dtype(config.dtype), None, None, parallel)
+    meta, dtype = torch.device("meta"), torch_dtype(config.dtype)
+    toolkit = LayerToolkit(config, meta, dtype, None, None, parallel, context_shards=context_shards)
     create_model(plugins, config, toolkit)
     return layer_needs(base, toolkit.attention_layers.values()) or {bare_need(base): ()}
 

@@ -16,7 +16,7 @@ from hardpoint.interfaces.plugin import PluginAccess
 from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.backend_selection import AttentionChoice
-from hardpoint_torch_runtime.layers import LayerToolkit, LoadingObserver
+from hardpoint_torch_runtime.layers import ContextShards, LayerToolkit, LoadingObserver
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.weights import UnpackingPlatform, WeightReport, load_weights
@@ -51,6 +51,7 @@ def load_model(
     kernels: Kernels | None = None,
     communicator: Communicator | None = None,
     state_mode: MambaCacheMode = MambaCacheMode.NONE,
+    context_shards: ContextShards | None = None,
 ) -> LoadedModel:
     """Create the architecture's model, with ``kernels`` at the seams, and fill it with this rank's share.
 
@@ -68,6 +69,7 @@ def load_model(
         communicator=communicator,
         kernels=kernels,
         state_mode=state_mode,
+        context_shards=context_shards,
     )
     model = create_model(plugins, config, toolkit)
     attention = attend(toolkit)

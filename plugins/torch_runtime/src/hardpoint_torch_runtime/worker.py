@@ -25,6 +25,8 @@ from hardpoint.interfaces.worker import PendingOutput, Worker, WorkerConfig, Wor
 from hardpoint_torch_runtime.attention_startup import AttentionReport, attention_for_layers, attention_report
 from hardpoint_torch_runtime.batch_invariance import require_batch_invariance
 from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
+from hardpoint_torch_runtime.context_sharing import context_shards
+from hardpoint_torch_runtime.layers.context_shards import ContextPlace
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.model_lowering import ModelLowering, chosen_compiler
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
@@ -82,6 +84,15 @@ class TorchWorkerOptions(PoolingOptions):
     communicator: str | None = Field(
         default=None, description="`communicator` plugin for tensor parallelism instead of the platform's"
     )
+    context_ranks: int = Field(
+        default=1,
+        ge=1,
+        description="ranks that the tokens of every sequence are dealt out among in the KV cache (decode context "
+        "parallelism): 1, or as many as `tensor_parallel_size`, for models whose ranks keep the same keys and values",
+    )
+    context_interleave: int = Field(
+        default=1, ge=1, description="tokens of a sequence that are dealt to one rank at a time; divides the block size"
+    )
     graph_backend: str | None = Field(
         default=None, description="`graph_backend` plugin that captures the forwards of decoding steps; by default none"
     )
@@ -116,6 +127,7 @@ class TorchWorker(Worker):
         self._platform: Platform = ctx.platform
         self._plugins: PluginAccess = ctx.plugins
         self._logger = ctx.logger
+        self._shards = context_shards(self.config, options.context_ranks, options.context_interleave)
         self._device: torch.device | None = None
         self._communicator: Communicator | None = None
         self._loaded: LoadedModel | None = None
@@ -184,6 +196,7 @@ class TorchWorker(Worker):
             self._kernels.kernels,
             self._communicator,
             MambaCacheMode(self.options.recurrent_states),
+            self._shards,
         )
         self._pooling = PoolingPlan.settle(self._loaded.model, self.options, torch_dtype(self.config.dtype))
         OPERATORS.verify()
@@ -206,7 +219,7 @@ class TorchWorker(Worker):
 
     def explain_attention(self, device: DeviceDescription) -> AttentionReport:
         """What a start on ``device``, which need not be there, would decide. Works before any other method."""
-        return attention_report(self._plugins, self._platform, self.config, device)
+        return attention_report(self._plugins, self._platform, self.config, device, self._shards)
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)
@@ -260,6 +273,7 @@ class TorchWorker(Worker):
             max_model_len=worker.max_model_len,
             device=self.device,
             keeps_prompt=attention.keeps_prompt,
+            place=None if self._shards is None else ContextPlace(self._shards, self.loaded.toolkit.parallel.rank),
         )
         kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)
         parts = self.runner_parts()

@@ -149,7 +149,6 @@ def _ranks(need: AttentionNeed) -> str | None:
         "a sliding window": need.sliding_window is not None,
         "attention in chunks": need.chunk_size is not None,
         "ALiBi": need.uses_alibi,
-        "a bias by distance": need.uses_relative_bias,
         "relative biases": need.uses_relative_bias,
         f"attention kind {need.kind.value}": need.kind is not AttentionKind.DECODER,
         "bidirectional ranges": need.uses_mm_prefix,

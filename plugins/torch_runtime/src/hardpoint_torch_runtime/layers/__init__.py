@@ -6,7 +6,7 @@ from hardpoint_torch_runtime.layers.causal_conv import CausalConv
 from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
 from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
 from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
-from hardpoint_torch_runtime.layers.context_shards import ContextShards, LocalLengths
+from hardpoint_torch_runtime.layers.context_shards import ContextPlace, ContextShards, LocalLengths
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
@@ -64,6 +64,7 @@ __all__ = [
     "ChannelInt8Weight",
     "ClampedSwiGLU",
     "ColumnParallelLinear",
+    "ContextPlace",
     "DeltaMixer",
     "DeltaSizes",
     "ContextRanks",

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-__all__ = ["ContextShards", "LocalLengths"]
+__all__ = ["ContextPlace", "ContextShards", "LocalLengths"]
 
 _Lengths = TypeVar("_Lengths", np.ndarray, torch.Tensor)
 
@@ -65,6 +65,22 @@ class ContextShards:
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is not one of the {self.num_ranks} that share contexts")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlace:
+    """One of the ranks that contexts are dealt out among."""
+
+    shards: ContextShards
+    rank: int
+
+    def local_offsets(self, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of tokens at ``offsets`` in one position of a block table, which stands for a block on each rank: where they
+        are in this rank's block, and whether they are in it at all.
+
+        Blocks begin with a new round, since they hold as many tokens as are dealt out at a time, or a multiple.
+        """
+        return self.shards.local_positions(offsets), self.shards.owners(offsets) == self.rank
 
 
 class LocalLengths:

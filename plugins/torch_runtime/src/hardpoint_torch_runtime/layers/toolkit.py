@@ -25,6 +25,8 @@ from hardpoint.interfaces.quantization import LinearMethod, LinearShape, Quantiz
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers.activation import Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
+from hardpoint_torch_runtime.layers.context_ranks import ContextRanks
+from hardpoint_torch_runtime.layers.context_shards import ContextShards
 from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
@@ -75,6 +77,9 @@ class LayerToolkit:
     state_mode: MambaCacheMode = MambaCacheMode.NONE
     """Which states of a sequence recurrent layers keep."""
 
+    context_shards: ContextShards | None = None
+    """How contexts are dealt out among the ranks, whose layers keep the same of them; None: they are whole."""
+
     attention_layers: dict[str, AttentionLayer | RecurrentLayer] = field(default_factory=dict)
     """Every attention layer created, and every recurrent one that is in the place of one, by name, in model order."""
 
@@ -92,11 +97,14 @@ class LayerToolkit:
         communicator: Communicator | None = None,
         kernels: Kernels | None = None,
         state_mode: MambaCacheMode = MambaCacheMode.NONE,
+        context_shards: ContextShards | None = None,
     ) -> LayerToolkit:
         """Raises ``ConfigError`` when ``config.parallel`` asks for tensor parallelism without a ``communicator``."""
         parallel = TensorParallel.from_slice(config.parallel, communicator)
         kernels = kernels or Kernels()
-        return cls(config, device, dtype, attention_backend, quantization, parallel, kernels, state_mode)
+        return cls(
+            config, device, dtype, attention_backend, quantization, parallel, kernels, state_mode, context_shards
+        )
 
     # Linear layers.
 
@@ -233,12 +241,14 @@ class LayerToolkit:
         kind: AttentionKind = AttentionKind.DECODER,
         relative_bias: torch.Tensor | None = None,
         max_encoder_tokens: int | None = None,
+        selects_keys: bool = False,
     ) -> AttentionLayer:
         """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them), everything else
         is as in ``AttentionLayerParams``.
 
         Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing. Those of kind ``ENCODER_DECODER``
-        attend to an encoder's output and keep the keys and values of ``max_encoder_tokens`` of it at most.
+        attend to an encoder's output and keep the keys and values of ``max_encoder_tokens`` of it at most. With
+        ``selects_keys`` each forward is given which keys its queries see.
         """
         params = AttentionLayerParams(
             layer_name=name,
@@ -257,7 +267,9 @@ class LayerToolkit:
             value_scale=value_scale,
             relative_bias=relative_bias,
         )
-        return self._add(AttentionLayer(params, self.attention_backend, self._kv_spec(params, max_encoder_tokens)))
+        spec = self._kv_spec(params, max_encoder_tokens)
+        ranks = self._ranks_of(spec)
+        return self._add(AttentionLayer(params, self.attention_backend, spec, ranks=ranks, selects_keys=selects_keys))
 
     def latent_attention(
         self,
@@ -281,8 +293,10 @@ class LayerToolkit:
             head_size=sizes.latent_size,
             scale=scale,
         )
-        spec = MLASpec(**self._stored_fields(params))
-        layer = AttentionLayer(params, self.attention_backend, spec, value_size=sizes.latent_rank)
+        spec = MLASpec(**self._stored_fields(params), context_shards=self._num_shards)
+        layer = AttentionLayer(
+            params, self.attention_backend, spec, value_size=sizes.latent_rank, ranks=self._ranks_of(spec)
+        )
         return LatentAttention(
             name,
             self.linear_factory,
@@ -335,8 +349,19 @@ class LayerToolkit:
         if params.chunk_size is not None:
             return ChunkedLocalAttentionSpec(**fields, chunk_size=params.chunk_size)
         if params.sliding_window is None or params.keeps_prompt:  # which is needed to the end
-            return FullAttentionSpec(**fields)
+            return FullAttentionSpec(**fields, context_shards=1 if params.keeps_prompt else self._num_shards)
         return SlidingWindowSpec(**fields, sliding_window=params.sliding_window)
+
+    @property
+    def _num_shards(self) -> int:
+        return 1 if self.context_shards is None else self.context_shards.num_ranks
+
+    def _ranks_of(self, spec: KVCacheSpec | None) -> ContextRanks | None:
+        """Those that a layer of this ``spec`` merges its answers with. Without a communicator nothing is computed."""
+        communicator = self.parallel.communicator
+        if communicator is None or not isinstance(spec, FullAttentionSpec) or spec.context_shards == 1:
+            return None
+        return ContextRanks(communicator, spec.context_shards, self.parallel.rank)
 
     def _stored_fields(self, params: AttentionLayerParams) -> dict[str, Any]:
         """What attention specs of all kinds have in common."""

@@ -127,6 +127,7 @@ def assemble_runner(
         groups.kernel_blocks,
         device_tokens=tokens,
         has_prompt_lens=groups.keeps_prompt,
+        places=groups.places,
     )
     return ModelRunner(
         model,

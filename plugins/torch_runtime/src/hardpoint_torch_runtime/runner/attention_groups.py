@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hardpoint.errors import ConfigError
@@ -17,9 +18,16 @@ from hardpoint.interfaces.attention import (
     GraphSupport,
 )
 from hardpoint.interfaces.kv_cache import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
-from hardpoint.interfaces.kv_cache_specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, MambaCacheMode, MambaSpec
+from hardpoint.interfaces.kv_cache_specs import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaCacheMode,
+    MambaSpec,
+)
 from hardpoint.interfaces.step import SchedulerOutput
 from hardpoint_torch_runtime.backend_selection import largest_fitting
+from hardpoint_torch_runtime.layers.context_shards import ContextPlace, LocalLengths
 from hardpoint_torch_runtime.layers.state_plan import StateMetadataBuilder
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 
@@ -31,7 +39,7 @@ class AttentionGroup:
     """One KV cache group: layers that share a block table and, where they are of one shape, one metadata object.
 
     ``block_size`` is the number of tokens per position of the table, which for a state that serves a whole sequence is
-    more than any has.
+    more than any has. Where contexts are dealt out among ranks, a position is a block on each of them.
     """
 
     layer_names: tuple[str, ...]
@@ -45,10 +53,13 @@ class AttentionGroup:
     """Blocks hold states, one each, which no kernel sees in smaller pieces."""
     foreign_tokens: int | None = None
     """Cross-attention: the most tokens of an encoder that a row's blocks hold, instead of its own."""
+    place: ContextPlace | None = None
+    """This rank among those that contexts are dealt out to; None where it keeps them whole."""
 
     @property
     def kernel_blocks(self) -> int:
-        return self.block_size // self.kernel_block_size
+        num_ranks = 1 if self.place is None else self.place.shards.num_ranks
+        return self.block_size // num_ranks // self.kernel_block_size
 
     @property
     def keeps_kv(self) -> bool:
@@ -76,9 +87,14 @@ class AttentionGroups:
         max_model_len: int,
         device: torch.device,
         keeps_prompt: bool = False,
+        place: ContextPlace | None = None,
     ) -> None:
-        """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are."""
+        """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are. ``place``: this rank,
+        where groups have ``context_shards``."""
         self.keeps_prompt = keeps_prompt
+        self._local_lengths = None
+        if place is not None:
+            self._local_lengths = LocalLengths(place.shards, place.rank, max_rows, device)
         groups = []
         for planned in config.groups:
             state = _shared_state(planned, specs)
@@ -88,14 +104,18 @@ class AttentionGroups:
             builders = []
             for names, spec in _by_shape(planned, specs).items():
                 builders.append((names, backend.create_builder(spec, names, max_rows, max_tokens, device)))
-            block_size = specs[planned.layer_names[0]].block_size
-            kernel_size = choose_kernel_block_size(block_size, rule, backend.name)
             first = specs[planned.layer_names[0]]
+            shards = first.context_shards if isinstance(first, FullAttentionSpec) else 1
             foreign = first.max_encoder_tokens if isinstance(first, CrossAttentionSpec) else None
-            is_causal = foreign is None and not isinstance(first, EncoderOnlyAttentionSpec)
             groups.append(
                 AttentionGroup(
-                    planned.layer_names, block_size, kernel_size, tuple(builders), is_causal, foreign_tokens=foreign
+                    planned.layer_names,
+                    first.block_size * shards,
+                    choose_kernel_block_size(first.block_size, rule, backend.name),
+                    tuple(builders),
+                    is_causal=foreign is None and not isinstance(first, EncoderOnlyAttentionSpec),
+                    foreign_tokens=foreign,
+                    place=place if shards > 1 else None,
                 )
             )
         self.groups = tuple(groups)
@@ -116,6 +136,10 @@ class AttentionGroups:
     @property
     def kernel_blocks(self) -> tuple[int, ...]:
         return tuple(group.kernel_blocks for group in self.groups)
+
+    @property
+    def places(self) -> tuple[ContextPlace | None, ...]:
+        return tuple(group.place for group in self.groups)
 
     @property
     def kernel_block_size_by_layer(self) -> dict[str, int]:
@@ -149,8 +173,14 @@ class AttentionGroups:
         ``for_graph``: what the host says holds for all steps of the batch's shape, so ``max_seq_len`` is all that a
         block table can hold, and no blocks are common.
 
-        Raises ``RuntimeError`` for guesses at what a recurrent layer reads next: nothing could take them back.
+        Raises ``RuntimeError`` for guesses at what a recurrent layer reads next, since nothing could take them back,
+        and where contexts are dealt out among ranks: guesses refused would move what follows to other ranks.
         """
+        if step.drafts is not None and self._local_lengths is not None:
+            raise RuntimeError(
+                f"step {step.step_id} brings draft tokens, but contexts are dealt out among ranks; run it without "
+                "speculation, or with plugins.worker.torch.context_ranks at 1"
+            )
         if step.drafts is not None and any(group.is_recurrent for group in self.groups):
             raise RuntimeError(
                 f"step {step.step_id} brings draft tokens, but the model has recurrent layers, which keep no states "
@@ -179,6 +209,7 @@ class AttentionGroups:
     def _common(self, batch: InputBatch, step: SchedulerOutput, index: int, for_graph: bool) -> CommonAttentionMetadata:
         known = 0 if for_graph else len(step.num_common_prefix_blocks)
         prefix_blocks = step.num_common_prefix_blocks[index] if index < known else 0
+        local, local_cpu = self._local(batch, index)
         block_size = self.groups[index].kernel_block_size
         common = CommonAttentionMetadata(
             num_rows=batch.num_rows,
@@ -198,6 +229,8 @@ class AttentionGroups:
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
             prompt_lens=batch.prompt_lens,
             prompt_lens_cpu=batch.prompt_lens_cpu,
+            dcp_local_seq_lens=local,
+            dcp_local_seq_lens_cpu=local_cpu,
         )
         return common if self.groups[index].foreign_tokens is None else _crossed(common, batch, index)
 
@@ -228,6 +261,15 @@ def _crossed(common: CommonAttentionMetadata, batch: InputBatch, index: int) -> 
         prompt_lens=None,
         prompt_lens_cpu=None,
     )
+
+    def _local(self, batch: InputBatch, index: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
+        """How much of each row's context is on this rank, where the group's contexts are dealt out (R5.22)."""
+        place, lengths = self.groups[index].place, self._local_lengths
+        if place is None or lengths is None:
+            return None, None
+        on_host = batch.seq_lens_cpu - np.diff(batch.query_start_loc_cpu)
+        on_device = lengths.fill(batch.seq_lens - torch.diff(batch.query_start_loc))
+        return on_device, place.shards.local_lengths(on_host, place.rank)
 
 
 def _shared_state(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> MambaSpec | None:

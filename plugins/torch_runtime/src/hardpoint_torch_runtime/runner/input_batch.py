@@ -6,6 +6,7 @@ step's order only where an attention backend wants decode rows first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
 from hardpoint.interfaces.request import BoolArray, Int32Array
 from hardpoint.interfaces.step import SchedulerOutput, TokenUpdate
+from hardpoint_torch_runtime.layers.context_shards import ContextPlace
 from hardpoint_torch_runtime.runner.buffers import StagedBuffer
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens, RowSpans
 from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
@@ -93,7 +95,8 @@ class InputBuilder:
     """Owns the buffers; one per runner.
 
     ``kernel_blocks`` gives, per KV group, how many kernel blocks one manager block is split into (R1.45).
-    ``has_prompt_lens``: some layer treats prompts apart from what follows them.
+    ``has_prompt_lens``: some layer treats prompts apart from what follows them. ``places``: per KV group this rank
+    among those that its contexts are dealt out to, if they are.
     """
 
     def __init__(
@@ -105,8 +108,10 @@ class InputBuilder:
         *,
         device_tokens: DeviceTokens | None = None,
         has_prompt_lens: bool = False,
+        places: Sequence[ContextPlace | None] | None = None,
     ) -> None:
         rows = state.num_slots
+        self._places = places or (None,) * len(state.tables)
         self._device_tokens = device_tokens
         self._state = state
         self._max_tokens = max_tokens
@@ -287,10 +292,16 @@ class InputBuilder:
         if not table.follows_tokens:
             mapping[:padded] = 0
             return
-        num_tokens, size = len(token_slots), table.block_size
+        num_tokens, size, place = len(token_slots), table.block_size, self._places[group]
         blocks, offsets = np.divmod(positions, size)
+        is_held: np.ndarray | None = None
+        if place is not None:
+            offsets, is_held = place.local_offsets(offsets)
+            size //= place.shards.num_ranks
         np.multiply(table.ids[token_slots, blocks], size, out=mapping[:num_tokens], casting="unsafe", dtype=np.int64)
         mapping[:num_tokens] += offsets
+        if is_held is not None:
+            mapping[:num_tokens][~is_held] = UNWRITTEN_SLOT
         if padded > num_tokens:
             mapping[num_tokens:padded] = UNWRITTEN_SLOT
 
