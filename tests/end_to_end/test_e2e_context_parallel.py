@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.config import AppConfig, EngineConfig
-from hardpoint.errors import ConfigError
 from hardpoint_testing_torch import make_tiny_model
 from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
 from model_cases import CASES
