@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.errors import ConfigError
 from hardpoint_testing_torch import make_tiny_model
 from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
 from model_cases import CASES
@@ -82,3 +83,33 @@ def test_two_ranks_that_share_contexts_answer_as_one_does(
     with shared_by_two(checkpoints[name], interleave=interleave, **settings) as llm:
         assert llm.core.executor.world_size == 2
         assert answers(llm) == alone[name]
+
+
+def test_ranks_hold_together_what_one_cannot(
+    checkpoints: Mapping[str, Path], alone: Mapping[str, list[list[int]]]
+) -> None:
+    """R1.34: the longest sequence takes 24 blocks of one rank, and 12 of each of two."""
+    with pytest.raises(ConfigError, match="max-model-len"):
+        LLM(str(checkpoints["latent"]), **{**SETTINGS, "num_kv_blocks": 14})
+    with shared_by_two(checkpoints["latent"], num_kv_blocks=14, max_num_batched_tokens=16) as llm:
+        assert answers(llm) == alone["latent"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "interleave", "reason"),
+    [
+        ({"num_key_value_heads": 2}, 2, 1, "has 2 key/value heads, of which ranks keep different ones"),
+        ({"num_key_value_heads": 1}, 4, 1, "context_ranks is 4, .* tensor_parallel_size is 2"),
+        ({"num_key_value_heads": 1}, 2, 3, "context_interleave is 3, which does not divide blocks of 4 tokens"),
+    ],
+    ids=["heads", "ranks", "interleave"],
+)
+def test_what_cannot_be_dealt_out_is_refused_at_the_start(
+    tmp_path: Path, changes: Mapping[str, Any], ranks: int, interleave: int, reason: str
+) -> None:
+    """R5.5."""
+    plain = {case.architecture: case.config for case in CASES if case.name == "plain"}
+    tiny = make_tiny_model("LlamaForCausalLM", tmp_path / "model", **{**plain["LlamaForCausalLM"], **changes})
+    write_tiny_tokenizer(tmp_path / "model", tiny.info.vocab_size)
+    with pytest.raises(ConfigError, match=reason):
+        shared_by_two(tmp_path / "model", ranks=ranks, interleave=interleave)
