@@ -332,7 +332,8 @@ class PromisesOnly(PlainAttentionBackend):
         def forward(self, *given: Any) -> torch.Tensor:
             raise TypeError("not even this")
 
-        write_kv = forward
+        def write_kv(self, *given: Any) -> None:
+            raise TypeError("not even this")
 
     def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
         return self.Bare()

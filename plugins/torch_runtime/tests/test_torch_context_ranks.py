@@ -270,7 +270,8 @@ class Bare(PlainAttentionBackend):
         def forward(self, *given: Any) -> torch.Tensor:
             raise TypeError("it computes nothing")
 
-        write_kv = forward
+        def write_kv(self, *given: Any) -> None:
+            raise TypeError("not even this")
 
     def create_impl(self, params: AttentionLayerParams) -> AttentionImpl:
         return self.Computation()

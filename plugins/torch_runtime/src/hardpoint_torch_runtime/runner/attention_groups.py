@@ -92,7 +92,7 @@ class AttentionGroups:
         """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are. ``place``: this rank,
         where groups have ``context_shards``."""
         self.keeps_prompt = keeps_prompt
-        self._local_lengths = None
+        self._local_lengths: LocalLengths | None = None
         if place is not None:
             self._local_lengths = LocalLengths(place.shards, place.rank, max_rows, device)
         groups = []
