@@ -68,7 +68,8 @@ class LooksBackInContexts(PlainAttention):
 
 class SeesTheWholeStep(PlainAttention):
     def step_partial(self, *given: Any) -> Partial:
-        return super().step_partial(*given[:3], replace(given[3], causal=False), *given[4:])
+        query, key, value, metadata, output = given
+        return super().step_partial(query, key, value, replace(metadata, causal=False), output)
 
 
 class NoLogSumExp(PlainAttention):
@@ -208,10 +209,11 @@ class SelectedAreVisible(PlainAttention):
     """What the index names is seen, whatever causality and windows say."""
 
     def forward_selected(self, *given: Any) -> torch.Tensor:
-        metadata = given[4]
+        query, key, value, cache, metadata, *rest = given
         free = self if metadata is None else type(self)(replace(self.params, sliding_window=None, chunk_size=None))
         changed = None if metadata is None else replace(metadata, causal=False, mm_ranges=None)
-        return PlainAttention.forward_selected(free, *given[:4], changed, *given[5:])
+        changed_call = (query, key, value, cache, changed, *rest)
+        return PlainAttention.forward_selected(free, *changed_call)
 
 
 class ForgetsWindows(PlainAttention):
@@ -244,7 +246,8 @@ class KeepsTheFirstSelection(PlainAttention):
 
     def forward_selected(self, *given: Any) -> torch.Tensor:
         self.kept = given[5] if self.kept is None else self.kept
-        return super().forward_selected(*given[:5], self.kept, given[6])
+        changed_call = (*given[:5], self.kept, given[6])
+        return super().forward_selected(*changed_call)
 
 
 class NothingMeansAll(PlainAttention):
@@ -262,7 +265,8 @@ class NothingIsNaN(PlainAttention):
 class SelectsFromShares(PlainAttention):
     def forward_selected(self, *given: Any) -> torch.Tensor:
         metadata = None if given[4] is None else replace(given[4], dcp_local_seq_lens=None)
-        return super().forward_selected(*given[:4], metadata, *given[5:])
+        changed_call = (*given[:4], metadata, *given[5:])
+        return super().forward_selected(*changed_call)
 
 
 class LeavesOutputWithoutMetadata(PlainAttention):

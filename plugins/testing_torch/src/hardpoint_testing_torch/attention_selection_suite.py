@@ -122,7 +122,11 @@ class AttentionSelectionRules(AttentionRules):
         self.write(backend, problem, cache)
         metadata = self.builder(backend, problem).build(problem.common())
         for step in (1, 4, 2):
-            chosen = replace(problem, selected=selection(problem, lambda visible, step=step: range(0, visible, step)))
+
+            def every(visible: int, step: int = step) -> range:
+                return range(0, visible, step)
+
+            chosen = replace(problem, selected=selection(problem, every))
             self.compare(chosen, run_impl(impl, chosen, cache, metadata, chosen.empty_output()))
 
     def test_without_metadata_there_are_zeros(self, backend: AttentionBackend, base: AttentionShape) -> None:
