@@ -3,10 +3,10 @@
 from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
 from hardpoint_torch_runtime.layers.attention import AttentionLayer
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
-from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
-from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
 from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
 from hardpoint_torch_runtime.layers.context_shards import ContextPlace, ContextShards, LocalLengths
+from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
+from hardpoint_torch_runtime.layers.dense_attention import ScoreBias, dense_attention
 from hardpoint_torch_runtime.layers.embedding import EmbeddingTable, LMHead, VocabEmbedding
 from hardpoint_torch_runtime.layers.linear import (
     ColumnParallelLinear,
@@ -38,8 +38,8 @@ from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
 from hardpoint_torch_runtime.layers.rotary import RotaryEmbedding
 from hardpoint_torch_runtime.layers.routing import ExpertRouter, RoutingParameters
 from hardpoint_torch_runtime.layers.segments import SegmentedColumnLinear
-from hardpoint_torch_runtime.layers.selective_mixer import SelectiveMixer, SelectiveSizes
 from hardpoint_torch_runtime.layers.selected_keys import SelectedKeysImpl
+from hardpoint_torch_runtime.layers.selective_mixer import SelectiveMixer, SelectiveSizes
 from hardpoint_torch_runtime.layers.ssm_mixer import GatedRMSNorm, MambaMixer, MambaSizes
 from hardpoint_torch_runtime.layers.state_plan import StateMetadata, StateMetadataBuilder
 from hardpoint_torch_runtime.layers.stored_weights import (
@@ -65,10 +65,10 @@ __all__ = [
     "ClampedSwiGLU",
     "ColumnParallelLinear",
     "ContextPlace",
-    "DeltaMixer",
-    "DeltaSizes",
     "ContextRanks",
     "ContextShards",
+    "DeltaMixer",
+    "DeltaSizes",
     "DenseWeight",
     "EmbeddingTable",
     "ExpertMLP",
@@ -110,9 +110,9 @@ __all__ = [
     "RowParallelLinear",
     "ScoreBias",
     "SegmentedColumnLinear",
+    "SelectedKeysImpl",
     "SelectiveMixer",
     "SelectiveSizes",
-    "SelectedKeysImpl",
     "ShardedModule",
     "ShardedRMSNorm",
     "SharedContextImpl",
@@ -128,8 +128,8 @@ __all__ = [
     "UncompiledLayer",
     "UnquantizedLinearMethod",
     "VocabEmbedding",
-    "dense_attention",
     "attend_over_ranks",
+    "dense_attention",
     "merge_partials",
     "rank_share",
     "total_lse",

@@ -234,6 +234,15 @@ class AttentionGroups:
         )
         return common if self.groups[index].foreign_tokens is None else _crossed(common, batch, index)
 
+    def _local(self, batch: InputBatch, index: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
+        """How much of each row's context is on this rank, where the group's contexts are dealt out (R5.22)."""
+        place, lengths = self.groups[index].place, self._local_lengths
+        if place is None or lengths is None:
+            return None, None
+        on_host = batch.seq_lens_cpu - np.diff(batch.query_start_loc_cpu)
+        on_device = lengths.fill(batch.seq_lens - torch.diff(batch.query_start_loc))
+        return on_device, place.shards.local_lengths(on_host, place.rank)
+
 
 def _mapping(batch: InputBatch, index: int) -> torch.Tensor:
     """Where the group's layers write: the step's tokens, or those of encoders that come with it."""
@@ -261,15 +270,6 @@ def _crossed(common: CommonAttentionMetadata, batch: InputBatch, index: int) -> 
         prompt_lens=None,
         prompt_lens_cpu=None,
     )
-
-    def _local(self, batch: InputBatch, index: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
-        """How much of each row's context is on this rank, where the group's contexts are dealt out (R5.22)."""
-        place, lengths = self.groups[index].place, self._local_lengths
-        if place is None or lengths is None:
-            return None, None
-        on_host = batch.seq_lens_cpu - np.diff(batch.query_start_loc_cpu)
-        on_device = lengths.fill(batch.seq_lens - torch.diff(batch.query_start_loc))
-        return on_device, place.shards.local_lengths(on_host, place.rank)
 
 
 def _shared_state(planned: KVCacheGroup, specs: Mapping[str, KVCacheSpec]) -> MambaSpec | None:
