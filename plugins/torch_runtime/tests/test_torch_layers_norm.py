@@ -114,6 +114,13 @@ def test_the_norm_around_the_mean_of_a_sum() -> None:
     assert stream is residual
 
 
+def test_a_stream_around_the_mean_starts_with_its_input() -> None:
+    norm, x = LayerNorm(24, 1e-5, torch.float32, CPU), torch.randn(3, 24)
+    normed, stream = norm.add(x, None)
+    torch.testing.assert_close(normed, norm(x))
+    assert stream is x
+
+
 def test_a_layer_norm_has_two_whole_parameters() -> None:
     norm = LayerNorm(24, 1e-5, torch.float32, CPU)
     assert {norm.place(name, None).stored_shape for name in ("weight", "bias")} == {(24,)}

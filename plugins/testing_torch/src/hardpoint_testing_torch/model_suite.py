@@ -38,8 +38,9 @@ class ModelSuite(PluginSuite):
 
     ``checkpoint_config`` are fields of the configuration for :meth:`create_checkpoint`. ``max_relative_error`` bounds
     logits in float32 by the largest one, ``max_bfloat16_error`` those in bfloat16. Switches declare optional behavior:
-    ``splits_into_stages``, ``takes_embeddings``. ``unknown_config`` are fields whose values nobody implements, which a
-    model must refuse rather than ignore.
+    ``splits_into_stages``, ``takes_embeddings``. ``size_names`` maps sizes of ``SIZES`` to the names that the family's
+    configurations have for them. ``unknown_config`` are fields whose values nobody implements, which a model must
+    refuse rather than ignore.
     """
 
     kind: ClassVar[str] = "model"
@@ -48,6 +49,7 @@ class ModelSuite(PluginSuite):
     max_bfloat16_error: ClassVar[float] = 0.15
     splits_into_stages: ClassVar[bool] = True
     takes_embeddings: ClassVar[bool] = True
+    size_names: ClassVar[Mapping[str, str]] = {}
     unknown_config: ClassVar[Mapping[str, Any]] = {"hidden_act": "of_nobody"}
 
     def create_model(self, ctx: ModelContext) -> Model:
@@ -169,6 +171,7 @@ class ModelSuite(PluginSuite):
 
     @pytest.mark.parametrize("field", SIZES)
     def test_a_configuration_without_a_size_is_refused(self, checkpoint: ModelCheckpoint, field: str) -> None:
+        field = self.size_names.get(field, field)
         config = {name: value for name, value in checkpoint.info.config.items() if name != field}
         if len(config) == len(checkpoint.info.config):
             pytest.skip(f"the configuration has no {field}")
@@ -269,7 +272,7 @@ class ModelSuite(PluginSuite):
         modules, layers = dict(model.named_modules()), list(model.named_layers())
         wrong = [name for name, layer in layers if modules.get(name) is not layer]
         assert not wrong, f"named_layers() gives names that lead elsewhere: {', '.join(wrong)}"
-        wanted = checkpoint.info.config.get("num_hidden_layers")
+        wanted = checkpoint.info.config.get(self.size_names.get("num_hidden_layers", "num_hidden_layers"))
         if wanted is not None:
             assert len(layers) == wanted, f"{len(layers)} of {wanted} layers are named"
         specs = model.kv_cache_specs()
@@ -334,7 +337,7 @@ class ModelSuite(PluginSuite):
     def _num_layers(self, checkpoint: ModelCheckpoint) -> int:
         if not self.splits_into_stages:
             pytest.skip("the model declares not to be split into stages")
-        return int(checkpoint.info.config["num_hidden_layers"])
+        return int(checkpoint.info.config[self.size_names.get("num_hidden_layers", "num_hidden_layers")])
 
     @staticmethod
     def _stages(cut: int, count: int) -> Iterator[StageRange]:

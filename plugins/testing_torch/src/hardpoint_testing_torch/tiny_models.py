@@ -25,6 +25,8 @@ TINY_SIZES: Mapping[str, Any] = {
     "vocab_size": 160,
     "max_position_embeddings": 256,
 }
+POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Where configurations say how long sequences may be."""
 
 ENCODER_TOKENS = 11
 """Length of the inputs that encoders are compared with where nobody gives any."""
@@ -162,7 +164,7 @@ def model_info(folder: Path, architecture: str, tasks: tuple[str, ...] = ("gener
         artifact=ModelArtifact(name=folder.name, root=str(folder), files=files, source="local"),
         architecture=architecture,
         config=config,
-        max_position=config["max_position_embeddings"],
+        max_position=next(config[name] for name in POSITION_FIELDS if config.get(name) is not None),
         vocab_size=config["vocab_size"],
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         loader="safetensors",

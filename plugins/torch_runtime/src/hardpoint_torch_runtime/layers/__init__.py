@@ -31,7 +31,15 @@ from hardpoint_torch_runtime.layers.moe import ExpertMLP, MixtureOfExperts, Mixt
 from hardpoint_torch_runtime.layers.norm import LayerNorm, RMSNorm, ShardedRMSNorm
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.partial_attention import Partial, merge_partials, rank_share, total_lse
-from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, ShardedModule
+from hardpoint_torch_runtime.layers.placement import (
+    GROUPED,
+    TRANSPOSED,
+    GroupedPlacement,
+    OutputPart,
+    Placement,
+    ShardedModule,
+    TransposedPlacement,
+)
 from hardpoint_torch_runtime.layers.recurrent import RecurrentLayer
 from hardpoint_torch_runtime.layers.relative_bias import RelativeBias
 from hardpoint_torch_runtime.layers.rope_parameters import RopeParameters
@@ -57,7 +65,9 @@ from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
 __all__ = [
     "ACTIVATIONS",
+    "GROUPED",
     "NIBBLE_RUN",
+    "TRANSPOSED",
     "Activation",
     "AttentionLayer",
     "CausalConv",
@@ -78,6 +88,7 @@ __all__ = [
     "GatedRMSNorm",
     "GeluTanhAndMul",
     "GroupedInt4Weight",
+    "GroupedPlacement",
     "LMHead",
     "LatentAttention",
     "LatentSizes",
@@ -125,6 +136,7 @@ __all__ = [
     "TableLinearMethod",
     "TableQuantization",
     "TensorParallel",
+    "TransposedPlacement",
     "UncompiledLayer",
     "UnquantizedLinearMethod",
     "VocabEmbedding",

@@ -17,6 +17,7 @@ _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
+    "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,

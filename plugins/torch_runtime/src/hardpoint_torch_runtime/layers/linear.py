@@ -7,7 +7,7 @@ over the ranks by itself, so that a rank holds matching slices of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from hardpoint_torch_runtime.layers.linear_method import (
     UnquantizedLinearMethod,
 )
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
-from hardpoint_torch_runtime.layers.placement import OutputPart, Placement, SegmentedPlacement, place_parts
+from hardpoint_torch_runtime.layers.placement import (
+    GROUPED,
+    TRANSPOSED,
+    GroupedPlacement,
+    OutputPart,
+    Placement,
+    SegmentedPlacement,
+    TransposedPlacement,
+    place_parts,
+)
 from hardpoint_torch_runtime.layers.stored_weights import StoredLinearMethod, StoredWeight
 
 __all__ = [
@@ -114,22 +123,36 @@ class ParallelLinear(torch.nn.Module):
 
     def place(self, parameter: str, shard: str | None) -> Placement:
         """See ``ShardedModule``. Parameters beyond weight and bias are placed by the linear method."""
-        weight = self._place_weight(shard)
-        takes_apart = isinstance(self.method, UnquantizedLinearMethod | StreamingLinearMethod)
-        if isinstance(weight, SegmentedPlacement) and not takes_apart:
-            raise ConfigError(
-                f"layer {self.name!r} has {len(weight.parts)} projections in one stored tensor, whose shares "
-                f"{type(self.method).__name__} cannot take apart; set --tensor-parallel-size 1 or leave it unquantized"
-            )
+        weight = self._place_weight(None if shard == TRANSPOSED else shard)
+        if not isinstance(self.method, UnquantizedLinearMethod | StreamingLinearMethod):
+            self._require_rows_in_order(weight, shard)
+        if shard == TRANSPOSED:
+            return TransposedPlacement.of(weight)
         if parameter == "bias":
             return self._place_bias(weight)
         if isinstance(self.method, PlacingLinearMethod):
             return self.method.place(self, parameter, shard, weight)
         return weight
 
+    def _require_rows_in_order(self, weight: Placement, shard: str | None) -> None:
+        """Raise ``ConfigError`` where a stored tensor must be taken apart, which packed formats do not allow."""
+        method = type(self.method).__name__
+        if isinstance(weight, SegmentedPlacement):
+            raise ConfigError(
+                f"layer {self.name!r} has {len(weight.parts)} projections in one stored tensor, whose shares "
+                f"{method} cannot take apart; set --tensor-parallel-size 1 or leave it unquantized"
+            )
+        if isinstance(weight, GroupedPlacement) or shard == TRANSPOSED:
+            raise ConfigError(
+                f"layer {self.name!r} is stored in another order of rows or columns than it computes in, which "
+                f"{method} cannot change; choose a dense checkpoint, or leave the layer unquantized"
+            )
+
     def _place_bias(self, weight: Placement) -> Placement:
         if isinstance(weight, SegmentedPlacement):
             return place_parts(weight.parts)
+        if isinstance(weight, GroupedPlacement):
+            return replace(weight, stored_shape=weight.stored_shape[:1])
         return Placement(weight.stored_shape[:1], 0, weight.source_start, weight.target_start, weight.length)
 
     def _place_weight(self, shard: str | None) -> Placement:
@@ -229,6 +252,14 @@ class QKVParallelLinear(ParallelLinear):
         )
         self.num_heads = local_heads
         self.num_kv_heads = self_kv
+        self._head_size = head_size
+
+    def _place_weight(self, shard: str | None) -> Placement:
+        if shard != GROUPED:
+            return super()._place_weight(shard)
+        parts = tuple(self.parts.values())
+        shape = (sum(part.total for part in parts), self._input_total)
+        return GroupedPlacement(shape, 0, 0, 0, self.shape.output_size, head_size=self._head_size, parts=parts)
 
 
 def _kv_share(name: str, num_kv_heads: int, parallel: TensorParallel) -> tuple[int, int]:

@@ -118,9 +118,10 @@ class LayerNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalized sum, the sum); ``residual`` is updated in place, so the caller must own it."""
-        total = residual.add_(x)
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalized sum, the sum); ``residual`` is updated in place, so the caller must own it. None starts a stream:
+        ``x`` becomes the residual, uncopied."""
+        total = x if residual is None else residual.add_(x)
         return self(total), total
 
     def place(self, parameter: str, shard: str | None) -> Placement:

@@ -8,7 +8,23 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["OutputPart", "Placement", "SegmentedPlacement", "ShardedModule", "place_parts"]
+__all__ = [
+    "GROUPED",
+    "TRANSPOSED",
+    "GroupedPlacement",
+    "OutputPart",
+    "Placement",
+    "SegmentedPlacement",
+    "ShardedModule",
+    "TransposedPlacement",
+    "place_parts",
+]
+
+GROUPED = "grouped"
+"""As the ``shard`` of a weight rule: queries, keys and values lie in one stored tensor, KV head by KV head, the queries
+that share a KV head before its key and its value."""
+TRANSPOSED = "transposed"
+"""As the ``shard`` of a weight rule: the weight of a whole layer is stored as [input, output]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,41 @@ class SegmentedPlacement(Placement):
             shares.append(stored.narrow(0, begin + part.start, part.length))
             begin += part.total
         return torch.cat(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlacement(Placement):
+    """See ``GROUPED``. ``parts`` are queries, keys and values as the layer has them: each in one piece."""
+
+    head_size: int = 1
+    parts: tuple[OutputPart, ...] = ()
+
+    def source(self, stored: torch.Tensor) -> torch.Tensor:
+        num_groups = self.parts[1].total // self.head_size
+        groups = stored.unflatten(0, (num_groups, -1, self.head_size))
+        whole = (part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:]))
+        return torch.cat(
+            [rows.narrow(0, part.start, part.length) for rows, part in zip(whole, self.parts, strict=True)]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedPlacement(Placement):
+    """See ``TRANSPOSED``: ``upright`` is the placement of the same weight stored as [output, input]."""
+
+    upright: Placement | None = None
+
+    @classmethod
+    def of(cls, upright: Placement) -> TransposedPlacement:
+        first, last = upright.stored_shape
+        ends = (upright.dim, upright.source_start, upright.target_start, upright.length)
+        return cls((last, first), *ends, upright=upright)
+
+    def source(self, stored: torch.Tensor) -> torch.Tensor:
+        if self.upright is None:
+            raise ValueError("a transposed placement without the upright one says nothing; make it by of()")
+        # Those who repack rows want them in one piece.
+        return self.upright.source(stored.T).contiguous()
 
 
 def place_parts(parts: Sequence[OutputPart], rest: tuple[int, ...] = ()) -> Placement:
