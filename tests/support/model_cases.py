@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardpoint_testing_torch import ParityCase
+from model_cases_classic import CLASSIC_CASES
 from model_cases_decoders import DECODER_CASES
 from model_cases_encdec import ENCODER_DECODER_CASES
 from model_cases_moe import MOE_CASES
@@ -216,6 +217,7 @@ _LISTED: tuple[ParityCase, ...] = (
         limits=_ROUTED,
     ),
     *ENCODER_DECODER_CASES,
+    *CLASSIC_CASES,
     *MOE_CASES,
     *POOLING_CASES,
     *QWEN3_NEXT_CASES,

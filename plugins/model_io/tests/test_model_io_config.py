@@ -46,6 +46,20 @@ def test_new_rotary_spelling_is_offered_in_the_old_one(hf_folder: MakeFolder, as
     assert info.config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
 
 
+def test_older_names_of_sizes_are_offered_as_the_usual_ones(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    """Whoever asks for the hidden size finds it; what is there already is left to the architecture's own code."""
+    older = {"hidden_size": None, "n_embd": 16, "num_attention_heads": 4, "n_head": 2, "n_layer": 1}
+    config = SafetensorsWeightLoader().describe(as_artifact(hf_folder({**older, "num_hidden_layers": None}))).config
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (16, 1)
+    assert (config["num_attention_heads"], config["n_head"]) == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["n_positions", "seq_length", "max_seq_len"])
+def test_a_context_length_has_several_names(hf_folder: MakeFolder, as_artifact: AsArtifact, name: str) -> None:
+    artifact = as_artifact(hf_folder({"max_position_embeddings": None, name: 55}))
+    assert SafetensorsWeightLoader().describe(artifact).max_position == 55
+
+
 def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
     text = {"vocab_size": 77, "max_position_embeddings": 55}
     info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"text_config": text, "vocab_size": None})))

@@ -9,17 +9,23 @@ import pytest
 
 from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
 from hardpoint_models.bert_config import BertConfig
+from hardpoint_models.bloom import read_bloom, read_mpt
 from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from hardpoint_models.falcon import read_falcon
 from hardpoint_models.gemma3_config import read_gemma2, read_gemma3
+from hardpoint_models.gpt2 import read_gpt2, read_gpt_bigcode
+from hardpoint_models.gpt_neox import read_gpt_neox
 from hardpoint_models.granite import read_granite, read_granite_moe
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
 from hardpoint_models.jamba import read_jamba
 from hardpoint_models.mamba_config import read_mamba, read_mamba2
 from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from hardpoint_models.olmo import read_olmo2, read_olmo3
+from hardpoint_models.opt import read_opt
 from hardpoint_models.phi3 import read_phi3
 from hardpoint_models.qwen3_next import read_qwen3_next
 from hardpoint_models.smollm3 import read_smollm3
+from hardpoint_models.starcoder2 import read_phi, read_starcoder2
 from hardpoint_torch_runtime.layers import RopeParameters
 
 Reader = Callable[[Mapping[str, Any], str], Any]
@@ -70,6 +76,18 @@ RECURRENT: dict[str, Any] = {
     **{name: DENSE[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings")},
     **{"state_size": 8, "conv_kernel": 4, "expand": 2, "use_bias": False, "use_conv_bias": True},
     **{"layer_norm_epsilon": 1e-5, "residual_in_fp32": True},
+}
+CLASSIC: dict[str, Any] = {
+    **{name: DENSE[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")},
+    **{name: DENSE[name] for name in ("max_position_embeddings", "rope_theta", "tie_word_embeddings")},
+    "num_attention_heads": 4,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+}
+GPT2: dict[str, Any] = {
+    **{"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "n_positions": 64, "vocab_size": 100},
+    **{"activation_function": "gelu_new", "scale_attn_weights": True, "add_cross_attention": False},
 }
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FACTORS: dict[str, Any] = {
@@ -178,6 +196,62 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
             "layer_types": KINDS,
         },
     ),
+    "BLOOM": (
+        read_bloom,
+        {"n_layer": 3, "n_head": 4, "apply_residual_connection_post_layernorm": False, "hidden_size": 48, **CLASSIC},
+    ),
+    "Falcon": (
+        read_falcon,
+        {
+            **CLASSIC,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 2,
+            "parallel_attn": True,
+            "multi_query": True,
+            "ffn_hidden_size": 80,
+            "activation": "gelu",
+            "bias": False,
+        },
+    ),
+    "Falcon with slopes": (read_falcon, {**CLASSIC, "alibi": True, "multi_query": False, "n_head": 4}),
+    "GPT-2": (read_gpt2, {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "GPT-BigCode": (read_gpt_bigcode, {**GPT2, "multi_query": True}),
+    "GPT-NeoX": (
+        read_gpt_neox,
+        {**CLASSIC, "rotary_pct": 0.5, "rotary_emb_base": 1e4, "use_parallel_residual": True, "attention_bias": True},
+    ),
+    "MPT": (
+        read_mpt,
+        {
+            **{"d_model": 48, "n_layers": 3, "n_heads": 4, "vocab_size": 100, "no_bias": True, "logit_scale": None},
+            "attn_config": {"clip_qkv": 6.0, "softmax_scale": 0.3, "alibi_bias_max": 8},
+        },
+    ),
+    "OPT": (
+        read_opt,
+        {
+            **CLASSIC,
+            "ffn_dim": 80,
+            "word_embed_proj_dim": 28,
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "enable_bias": True,
+            "activation_function": "relu",
+        },
+    ),
+    "Phi": (read_phi, {**CLASSIC, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "qk_layernorm": False}),
+    "StarCoder2": (
+        read_starcoder2,
+        {
+            **CLASSIC,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "use_bias": True,
+            "norm_epsilon": 1e-5,
+        },
+    ),
     "BERT": (
         BertConfig.read,
         {
@@ -264,6 +338,9 @@ def test_every_rotary_setting_is_read_or_refused(rope_type: str) -> None:
         ("Bamba", {"attn_layer_indices": False}, "'attn_layer_indices' is False; a list of layer numbers"),
         ("Gemma 3", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0.0; it must be above 0"),
         ("Qwen3-MoE", {"head_dim": 2**31}, "'head_dim' is 2147483648; .* at most 2147483647"),
+        ("GPT-NeoX", {"rotary_pct": 1.5}, r"partial_rotary_factor: 1.5 is not in \(0, 1\]"),
+        ("MPT", {"attn_config": {"softmax_scale": 0}}, "attn_config: config field 'softmax_scale' is 0.0; it must be"),
+        ("Falcon", {"num_ln_in_parallel_attn": True}, "'num_ln_in_parallel_attn' is True"),
         ("Mixtral", {"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] .* is not supported"),
         ("Mixtral", {"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": "no"}}, "'truncate' .* is 'no'"),
         ("Mixtral", {"rope_scaling": {"mrope_section": [1.5, 1, 1]}}, r"'mrope_section' .* is \[1.5, 1, 1\]; whole"),

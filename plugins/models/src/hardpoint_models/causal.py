@@ -18,7 +18,7 @@ from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.ending import Ending, generating_pooling
 from hardpoint_models.label_head import LabelHead
 from hardpoint_models.text_pooling import SENTENCE_FIELD
-from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
+from hardpoint_torch_runtime.layers import LayerNorm, LayerToolkit, RMSNorm
 from hardpoint_torch_runtime.lowering import LoweredForward, NotStandard, StandardStack
 
 __all__ = [
@@ -79,7 +79,8 @@ class LayerStack(torch.nn.Module):
     """The layers of one pipeline stage, with embedding and final norm where the stage has them.
 
     Subclasses run the layers: ``forward(hidden, positions)``, [T, C] to [T, C], which may overwrite ``hidden``. They
-    call ``lowered`` first where they describe themselves to compilers.
+    call ``lowered`` first where they describe themselves to compilers. ``embedding_size``: of token embeddings, where
+    that is not C.
     """
 
     def __init__(
@@ -88,13 +89,17 @@ class LayerStack(torch.nn.Module):
         layers: LayerToolkit,
         stage: StageRange,
         make_layer: Callable[[int], torch.nn.Module],
-        make_norm: Callable[[], RMSNorm],
+        make_norm: Callable[[], RMSNorm | LayerNorm | None],
+        *,
+        embedding_size: int | None = None,
     ) -> None:
         super().__init__()
         self.stage = stage
         needs_embedding = stage.has_embedding or (stage.has_head and config.is_tied)
         self.embed_tokens = (
-            layers.embedding("model.embed_tokens", config.vocab_size, config.hidden_size) if needs_embedding else None
+            layers.embedding("model.embed_tokens", config.vocab_size, embedding_size or config.hidden_size)
+            if needs_embedding
+            else None
         )
         # Keyed by the number in the whole model, so that names agree over stages.
         self.layers = torch.nn.ModuleDict({str(index): make_layer(index) for index in range(stage.first, stage.last)})
@@ -133,6 +138,9 @@ class CausalModel(torch.nn.Module):
         stage: StageRange | None,
         make_stack: Callable[[StageRange], LayerStack],
         ending: Ending | None = None,
+        *,
+        embedding_size: int | None = None,
+        head_bias: bool = False,
     ) -> None:
         super().__init__()
         self._info = info
@@ -145,7 +153,9 @@ class CausalModel(torch.nn.Module):
         self.lm_head = self.labels = None
         if self.stage.has_head and ending is None:
             tied_to = self.model.embed_tokens if config.is_tied else None
-            self.lm_head = layers.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
+            self.lm_head = layers.lm_head(
+                "lm_head", config.vocab_size, embedding_size or config.hidden_size, tied_to=tied_to, bias=head_bias
+            )
         elif self.stage.has_head and ending is not None and ending.labels is not None:
             self.labels = LabelHead(ending.labels, config.hidden_size, layers)
         self._kv_specs = layers.kv_cache_specs()

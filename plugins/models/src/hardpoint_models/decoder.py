@@ -19,7 +19,7 @@ from hardpoint_models.decoder_attention import decoder_norm, make_rotary
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_models.decoder_layers import LAYER_CLASSES, DecoderLayer
 from hardpoint_models.ending import Ending
-from hardpoint_torch_runtime.layers import LayerToolkit
+from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm
 from hardpoint_torch_runtime.lowering import NotStandard, StandardBlock, StandardStack
 
 __all__ = ["DecoderModel"]
@@ -71,6 +71,8 @@ class DecoderStack(LayerStack):
             if isinstance(block, NotStandard):
                 return block
             blocks.append(block)
+        if self.norm is not None and not isinstance(self.norm, RMSNorm):
+            return NotStandard(f"the final norm is a {type(self.norm).__name__}")
         return StandardStack(tuple(blocks), self.norm)
 
 

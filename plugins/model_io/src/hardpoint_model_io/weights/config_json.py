@@ -24,7 +24,20 @@ from hardpoint_model_io.weights.separator import separator_id
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 MAX_VALUE = 1 << 31
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+_POSITION_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "max_target_positions",
+    "max_seq_len",
+)
+_OLDER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+}
+"""What the first families called the sizes that all have."""
 _POOLING_METHODS = ("cls", "last", "mean")
 _JUDGING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 _COUNTS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
@@ -51,11 +64,13 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     if GENERATION in artifact.files:
         generation = read_json_object(confined_path(artifact.root, GENERATION))
     text = _text_config(config, path)
-    # One spelling for model code: the newer files nest the rotary settings.
+    # One spelling for model code: the newer files nest the rotary settings, the older ones have names of their own.
     _flatten_rope(text)
     generation.pop(DECODER_PROMPT, None)
     if is_encoder_decoder(config):
         complete_sizes(config)
+    else:
+        _name_sizes(text)
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
@@ -150,6 +165,14 @@ def _max_position(text: Mapping[str, Any], path: str) -> int:
     if text.get("model_type") in _UNLIMITED and all(text.get(key) is None for key in _POSITION_KEYS):
         return _UNLIMITED_POSITIONS
     return _positive(text, _POSITION_KEYS, path)
+
+
+def _name_sizes(config: dict[str, Any]) -> None:
+    """Add the usual names; fields that are there already stay as they are."""
+    for name, others in _OLDER_NAMES.items():
+        given = next((config[other] for other in others if config.get(other) is not None), None)
+        if given is not None and config.get(name) is None:
+            config[name] = given
 
 
 def _positive(config: Mapping[str, Any], keys: tuple[str, ...], path: str) -> int:
