@@ -278,8 +278,9 @@ def test_prompt_logprobs_cover_every_position_in_any_chunking(world: Any, make_s
     assert whole.token_ids[:, 0].tolist() == prompt[1:]
     assert whole.token_ids.shape == (6, 3)
     parts = [output.prompt_logprobs for output in run([3, 4])]
+    # Logits are in the hundreds: their rounding is as much, whatever is left of a probability.
     np.testing.assert_allclose(
-        np.concatenate([part.logprobs for part in parts if part is not None]), whole.logprobs, rtol=1e-5
+        np.concatenate([part.logprobs for part in parts if part is not None]), whole.logprobs, rtol=1e-5, atol=2e-4
     )
 
 
