@@ -27,8 +27,8 @@ _ODD: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "
 _NO_IDS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """The usual ones are beyond a tiny vocabulary."""
 _GEMMA2: Mapping[str, Any] = {"sliding_window": 7, "head_dim": 16, "query_pre_attn_scalar": 24}
-_SHARP: Mapping[str, float] = {"bfloat16": 0.1}
-"""Transformers computing in bfloat16 itself is off by 0.05 to 0.15: scaled embeddings make attention sharp."""
+_SHARP: Mapping[str, float] = {"bfloat16": 0.06}
+"""Transformers computing in bfloat16 itself is off by 0.045 to 0.056: scaled embeddings make attention sharp."""
 _GRANITE: Mapping[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -57,7 +57,6 @@ DECODER_CASES: tuple[ParityCase, ...] = (
             "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
         },
         "odd heads, low caps, biases, untied, linear rotation",
-        limits=_SHARP,
     ),
     ParityCase("GraniteForCausalLM", _GRANITE),
     ParityCase(
