@@ -21,10 +21,76 @@ _QWEN2_MOE: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
+_GPT_OSS: Mapping[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 40,
+    "head_dim": 16,
+    "sliding_window": 7,
+    # Short enough for some pairs to be stretched and others not.
+    "rope_parameters": {**_YARN, "rope_theta": 150000.0, "truncate": False},
+}
+_LLAMA4: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 80,
+    "head_dim": 16,
+    "attention_chunk_size": 12,
+    "floor_scale": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
 """Rounding may choose another expert, which changes all that follows."""
 
 MOE_CASES: tuple[ParityCase, ...] = (
+    ParityCase("GptOssForCausalLM", _GPT_OSS, limits=_ROUTED),
+    ParityCase(
+        "GptOssForCausalLM",
+        {
+            **_GPT_OSS,
+            "num_attention_heads": 6,
+            "head_dim": 20,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "num_experts_per_tok": 1,
+            "swiglu_alpha": 1.1,
+            "swiglu_limit": 0.6,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+        "odd heads, one expert per token, narrow gates, no biases in attention, tied",
+        # Another choice replaces the whole layer.
+        limits={"bfloat16": 0.5},
+    ),
+    ParityCase("Llama4ForCausalLM", _LLAMA4, limits=_ROUTED),
+    ParityCase(
+        "Llama4ForCausalLM",
+        {
+            **_LLAMA4,
+            "num_attention_heads": 6,
+            "head_dim": 20,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 8,
+            "attn_scale": 0.4,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LLAMA3,
+        },
+        "odd heads, two experts in every other layer, chunks of 8, biases, tied, Llama 3 rotation",
+        limits=_ROUTED,
+    ),
     ParityCase("Qwen2MoeForCausalLM", _QWEN2_MOE, limits=_ROUTED),
     ParityCase(
         "Qwen2MoeForCausalLM",

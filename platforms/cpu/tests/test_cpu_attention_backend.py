@@ -76,6 +76,7 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "float8_e4m3fn"}, "KV cache dtype float8_e4m3fn"),
         ({"kind": AttentionKind.ENCODER_DECODER}, "encoder_decoder"),
         ({"uses_mla": True, "num_kv_heads": 1}, "MLA"),
+        ({"chunk_size": 32}, "it has no chunked local attention"),
         ({"num_heads": 5}, "5 query heads"),
         ({"head_size": 12}, "head size 12"),
         ({"head_size": 264}, "head size 264"),

@@ -15,9 +15,11 @@ from hardpoint_models.falcon import read_falcon
 from hardpoint_models.gemma3_config import read_gemma2, read_gemma3
 from hardpoint_models.gpt2 import read_gpt2, read_gpt_bigcode
 from hardpoint_models.gpt_neox import read_gpt_neox
+from hardpoint_models.gpt_oss import read_gpt_oss
 from hardpoint_models.granite import read_granite, read_granite_moe
 from hardpoint_models.hybrid_config import read_bamba, read_granite_hybrid
 from hardpoint_models.jamba import read_jamba
+from hardpoint_models.llama4 import read_llama4
 from hardpoint_models.mamba_config import read_mamba, read_mamba2
 from hardpoint_models.moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from hardpoint_models.olmo import read_olmo2, read_olmo3
@@ -133,6 +135,39 @@ FAMILIES: Mapping[str, tuple[Reader, dict[str, Any]]] = {
             **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
             **{"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "GPT-OSS": (
+        read_gpt_oss,
+        {
+            **DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": KINDS,
+            "sliding_window": 7,
+            "swiglu_alpha": 1.7,
+            "swiglu_limit": 7.0,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "quantization_config": {"quant_method": "fp8"},
+        },
+    ),
+    "Llama 4": (
+        read_llama4,
+        {
+            **DENSE,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_layers": [1],
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8,
+            "attn_scale": 0.1,
         },
     ),
     "Mixtral": (read_mixtral, {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),

@@ -12,6 +12,31 @@ from hardpoint_testing_torch import ModelSuite
 pytestmark = pytest.mark.slow
 
 
+class TestGptOss(ModelSuite):
+    plugin: ClassVar[str | None] = "GptOssForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "swiglu_limit": 0.8,
+    }
+
+
+class TestLlama4(ModelSuite):
+    plugin: ClassVar[str | None] = "Llama4ForCausalLM"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "num_local_experts": 3,
+        "intermediate_size_mlp": 80,
+        "head_dim": 16,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
 class TestMixtral(ModelSuite):
     plugin: ClassVar[str | None] = "MixtralForCausalLM"
     checkpoint_config: ClassVar[Mapping[str, Any]] = {"num_local_experts": 3, "num_hidden_layers": 2}

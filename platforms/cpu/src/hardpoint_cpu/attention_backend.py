@@ -183,6 +183,7 @@ class CpuPagedBackend(AttentionBackend):
 
     name = "cpu_paged"
     returns_lse = True
+    known_needs = AttentionBackend.known_needs | {"chunk_size"}
 
     def __init__(self, kernels: Kernels, *, parts: int = 0) -> None:
         self._kernels = kernels
@@ -226,6 +227,8 @@ def _refuse_shape(need: AttentionNeed) -> str | None:
         return f"attention kind {need.kind.value} is not one of {', '.join(kind.value for kind in KINDS)}"
     if need.uses_mla:
         return "latent attention (MLA) keeps no values of their own, which the kernels read"
+    if need.chunk_size is not None:
+        return "it has no chunked local attention"
     if need.num_kv_heads < 1 or need.num_heads % need.num_kv_heads:
         return f"{need.num_heads} query heads are no multiple of {need.num_kv_heads} key/value heads"
     if need.head_size < 1 or need.head_size % 8 or need.head_size > native.MAX_HEAD_SIZE:

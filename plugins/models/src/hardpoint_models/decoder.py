@@ -15,7 +15,7 @@ import torch
 from hardpoint.interfaces.model import StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.causal import LAYER, CausalModel, LayerStack, causal_rules, gated_rules
-from hardpoint_models.decoder_attention import decoder_norm, make_rotary
+from hardpoint_models.decoder_attention import decoder_norm, make_rotary, query_factors
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_models.decoder_layers import LAYER_CLASSES, DecoderLayer
 from hardpoint_models.ending import Ending
@@ -43,6 +43,7 @@ class DecoderStack(LayerStack):
         self.rotaries = torch.nn.ModuleList(self._rotaries)
         turned_by = (config.rotation_of(index) for index in range(stage.first, stage.last))
         self._in_order = tuple(zip(self.layers.values(), turned_by, strict=True))
+        self._temperature = config.query_temperature
         # Rounded as the embeddings are.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=layers.dtype))
@@ -56,9 +57,10 @@ class DecoderStack(LayerStack):
         if self.lowered is not None and (lowered := self.lowered(hidden, positions)) is not None:
             return lowered
         rotations = [rotary.lookup(positions) for rotary in self._rotaries]
+        unrotated = None if self._temperature is None else query_factors(self._temperature, positions)
         residual: torch.Tensor | None = None
         for layer, turned_by in self._in_order:
-            hidden, residual = layer(hidden, residual, None if turned_by is None else rotations[turned_by])
+            hidden, residual = layer(hidden, residual, unrotated if turned_by is None else rotations[turned_by])
         return self.finish(hidden, residual)
 
     def describe(self) -> StandardStack | NotStandard:

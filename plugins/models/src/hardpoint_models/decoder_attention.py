@@ -5,14 +5,17 @@ Legend: T tokens of the step, C hidden size; H query and K KV heads of this rank
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
-from hardpoint_models.decoder_config import DecoderConfig
+from hardpoint_models.decoder_config import DecoderConfig, QueryTemperature
 from hardpoint_torch_runtime.layers import LayerToolkit, OutputPart, RMSNorm, RotaryEmbedding, ShardedRMSNorm
 
-__all__ = ["DecoderAttention", "Rotation", "decoder_norm", "make_attention", "make_rotary"]
+__all__ = ["DecoderAttention", "Placing", "decoder_norm", "make_attention", "make_rotary", "query_factors"]
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
+Placing: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None
+"""What positions do to a layer's heads: rotate queries and keys, multiply queries by float32 [T, 1, 1], or nothing."""
 
 
 def decoder_norm(size: int, config: DecoderConfig, layers: LayerToolkit) -> RMSNorm:
@@ -23,8 +26,14 @@ def make_rotary(config: DecoderConfig, layers: LayerToolkit) -> RotaryEmbedding:
     return layers.rotary(config.head_size, config.rope, pairs_are_neighbors=config.pairs_are_neighbors)
 
 
+def query_factors(temperature: QueryTemperature, positions: torch.Tensor) -> torch.Tensor:
+    """float32 [T, 1, 1] for int64 [T]."""
+    spans = ((positions.float() + 1.0) / temperature.span).floor()
+    return (1.0 + temperature.growth * spans.log1p()).view(-1, 1, 1)
+
+
 def _head_norm(part: OutputPart, config: DecoderConfig, layers: LayerToolkit) -> RMSNorm | None:
-    if config.qk_norm is None:
+    if config.qk_norm is None or config.qk_norm == "rotated":
         return None
     if config.qk_norm == "projections":
         return layers.sharded_rms_norm(part, config.norm_eps)
@@ -32,9 +41,12 @@ def _head_norm(part: OutputPart, config: DecoderConfig, layers: LayerToolkit) ->
 
 
 class DecoderAttention(torch.nn.Module):
-    """[T, C] to [T, C]; without a rotation attention sees no positions."""
+    """[T, C] to [T, C]; without a placing attention sees no positions.
 
-    def __init__(self, name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> None:
+    ``index`` is the layer's number in the whole model.
+    """
+
+    def __init__(self, name: str, config: DecoderConfig, index: int, layers: LayerToolkit) -> None:
         super().__init__()
         size = config.head_size
         self.qkv_proj = layers.qkv_linear(
@@ -51,27 +63,37 @@ class DecoderAttention(torch.nn.Module):
         )
         parts = self.qkv_proj.parts
         self.q_norm, self.k_norm = (_head_norm(parts[part], config, layers) for part in ("q", "k"))
+        self.rotated_norm = (
+            layers.rms_norm(size, config.norm_eps, has_weight=False) if config.qk_norm == "rotated" else None
+        )
         self.rotary = make_rotary(config, layers)
+        self.sinks = layers.attention_sinks(f"{name}.sinks", config.num_heads) if config.has_sinks else None
         self.attn = layers.attention(
             f"{name}.attn",
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_size=size,
             scale=config.attention_scale,
-            sliding_window=window,
+            sliding_window=config.windows[index],
+            chunk_size=config.chunk_sizes[index] if config.chunk_sizes else None,
             logits_soft_cap=config.attention_soft_cap,
+            sinks=None if self.sinks is None else self.sinks.weight,
         )
         self._num_heads = heads
         self._num_rotated = heads + kv_heads
         self._head_size = size
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, placing: Placing) -> torch.Tensor:
         states = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_size)
         query, key = states[:, : self._num_heads], states[:, self._num_heads : self._num_rotated]
         self._normalize(query, key)
-        if rotation is not None:
+        if isinstance(placing, torch.Tensor):
+            query.mul_(placing)
+        elif placing is not None:
             # Queries and keys lie next to each other in the fused projection and turn by the same angles: one call.
-            self.rotary.rotate_(states[:, : self._num_rotated], *rotation)
+            rotated = self.rotary.rotate_(states[:, : self._num_rotated], *placing)
+            if self.rotated_norm is not None:
+                rotated.copy_(self.rotated_norm(rotated))
         return self.o_proj(self.attn(query, key, states[:, self._num_rotated :]))
 
     def _normalize(self, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -88,10 +110,10 @@ class DecoderAttention(torch.nn.Module):
         key.copy_(self.k_norm(key))
 
 
-def make_attention(name: str, config: DecoderConfig, window: int | None, layers: LayerToolkit) -> torch.nn.Module:
+def make_attention(name: str, config: DecoderConfig, index: int, layers: LayerToolkit) -> torch.nn.Module:
     latent = config.latent
     if latent is None:
-        return DecoderAttention(name, config, window, layers)
+        return DecoderAttention(name, config, index, layers)
     return layers.latent_attention(
         name,
         latent.sizes,

@@ -16,16 +16,18 @@ __all__ = [
     "DecoderConfig",
     "DecoderVariant",
     "ExpertsConfig",
+    "GateClamp",
     "HeadNorm",
     "LatentConfig",
     "NormPlacement",
+    "QueryTemperature",
     "require_grouped_heads",
     "require_layer_types",
 ]
 
 Activation = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "around", "after"]
-HeadNorm = Literal["heads", "projections"]
+HeadNorm = Literal["heads", "projections", "rotated"]
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -51,16 +53,35 @@ class DecoderVariant:
 
 
 @dataclass(frozen=True, slots=True)
+class GateClamp:
+    """Of a gated block: see ``ClampedSwiGLU``."""
+
+    slope: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Queries at position p are multiplied by ``1 + growth * log(1 + (p + 1) // span)``, so that attention over many
+    keys stays as sharp as over few."""
+
+    span: int
+    growth: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts in place of the feed-forward of the layers in ``layers`` (one entry per layer).
 
-    ``rules`` say where checkpoints keep gates and experts.
+    ``rules`` say where checkpoints keep gates and experts. ``clamp`` is that of the experts' gates, which else are
+    plain SiLU.
     """
 
     sizes: MixtureSizes
     routing: RoutingParameters
     layers: tuple[bool, ...]
     rules: tuple[WeightRule, ...]
+    clamp: GateClamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +100,11 @@ class DecoderConfig:
     """Sizes are those of the whole model; ``windows`` holds one entry per layer, None for full attention.
 
     Attributes:
-        qk_norm: queries and keys are normalized before they rotate, head by head or all heads of a token at once.
+        qk_norm: queries and keys are normalized before they rotate, head by head or all heads of a token at once; or
+            head by head after they have ``rotated``, in layers where they do, without weights.
+        chunk_sizes: one entry per layer, tokens of the chunks beyond which nothing is seen, or None; empty for none.
+        has_sinks: each head has a sink, a logit without a value.
+        query_temperature: of layers that do not rotate.
         attention_scale: factor on the products of queries and keys.
         pairs_are_neighbors: entries (2 i, 2 i + 1) of a head rotate together, not those half a head apart.
         local_rope: rotation of the layers in ``local_layers``; None where all layers rotate alike.
@@ -113,6 +138,9 @@ class DecoderConfig:
     rope: RopeParameters
     windows: tuple[int | None, ...]
     attention_scale: float
+    chunk_sizes: tuple[int | None, ...] = ()
+    has_sinks: bool = False
+    query_temperature: QueryTemperature | None = None
     activation: Activation = "silu"
     pairs_are_neighbors: bool = False
     local_rope: RopeParameters | None = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from hardpoint_models.causal import GatedMLP
-from hardpoint_models.decoder_attention import DecoderAttention, Rotation, decoder_norm, make_attention
+from hardpoint_models.decoder_attention import DecoderAttention, Placing, decoder_norm, make_attention
 from hardpoint_models.decoder_config import DecoderConfig, NormPlacement
 from hardpoint_torch_runtime.layers import LayerToolkit, RotaryEmbedding, ShardedRMSNorm, SiluAndMul
 from hardpoint_torch_runtime.lowering import NotStandard, StandardBlock
@@ -27,29 +27,31 @@ def _feed_forward(name: str, index: int, config: DecoderConfig, layers: LayerToo
     experts = config.experts
     if experts is None or not experts.layers[index]:
         return GatedMLP(name, config, layers, _activation(config, layers))
-    return layers.mixture_of_experts(name, experts.sizes, experts.routing)
+    clamp = experts.clamp
+    activation = None if clamp is None else layers.clamped_swiglu(clamp.slope, clamp.limit)
+    return layers.mixture_of_experts(name, experts.sizes, experts.routing, activation)
 
 
 class DecoderLayer(torch.nn.Module):
     """(output to add, residual) to the same; the residual is None before the first layer of the model.
 
-    A rotation of None leaves the layer without positions.
+    A placing of None leaves the layer without positions.
     """
 
     def __init__(self, index: int, config: DecoderConfig, layers: LayerToolkit) -> None:
         super().__init__()
-        name, window = f"model.layers.{index}", config.windows[index]
+        name = f"model.layers.{index}"
         self.input_layernorm = decoder_norm(config.hidden_size, config, layers)
-        self.self_attn = make_attention(f"{name}.self_attn", config, window, layers)
+        self.self_attn = make_attention(f"{name}.self_attn", config, index, layers)
         self.post_attention_layernorm = decoder_norm(config.hidden_size, config, layers)
         self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)
         self._scale = config.residual_scale
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation | None
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, placing: Placing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self._scaled(self.self_attn(normed, rotation))
+        attended = self._scaled(self.self_attn(normed, placing))
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self._scaled(self.mlp(normed)), residual
 
@@ -65,6 +67,8 @@ class DecoderLayer(torch.nn.Module):
             return NotStandard(f"the feed-forward block of {name} is a {type(mlp).__name__}")
         if rotary is None:
             return NotStandard(f"heads of {name} do not rotate")
+        if attention.rotated_norm is not None:
+            return NotStandard(f"heads of {name} are normalized after they rotate")
         if isinstance(attention.q_norm, ShardedRMSNorm):
             return NotStandard(f"all heads of {name} are normalized together")
         if self._scale != 1.0:
@@ -96,10 +100,10 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = decoder_norm(config.hidden_size, config, layers)
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation | None
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, placing: Placing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self._scaled(self.post_attention_layernorm(self.self_attn(normed, rotation)))
+        attended = self._scaled(self.post_attention_layernorm(self.self_attn(normed, placing)))
         normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
         return self._scaled(self.post_feedforward_layernorm(self.mlp(normed))), residual
 
@@ -124,10 +128,10 @@ class OutputNormLayer(DecoderLayer):
         self.post_feedforward_layernorm = decoder_norm(config.hidden_size, config, layers)
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation | None
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, placing: Placing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stream = hidden if residual is None else residual.add_(hidden)
-        stream = stream.add_(self._scaled(self.post_attention_layernorm(self.self_attn(stream, rotation))))
+        stream = stream.add_(self._scaled(self.post_attention_layernorm(self.self_attn(stream, placing))))
         return self._scaled(self.post_feedforward_layernorm(self.mlp(stream))), stream
 
     def describe(self, name: str, rotary: RotaryEmbedding | None) -> StandardBlock | NotStandard:

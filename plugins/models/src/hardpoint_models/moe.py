@@ -49,14 +49,15 @@ def expert_rules(block: str, *, gate: str, up: str, down: str, stacks: str = "ml
     return tuple(dict.fromkeys(rules))
 
 
-def shared_expert_rules(shared: str) -> tuple[WeightRule, ...]:
+def shared_expert_rules(shared: str, *, is_weighed: bool = True) -> tuple[WeightRule, ...]:
     """Rules for experts that every token passes, kept under ``shared``, and for their gate, kept beside them."""
     held = "model.layers.*.mlp"
+    gate = WeightRule(f"{shared}_gate.weight", f"{held}.shared_gate.weight")
     return (
         WeightRule(f"{shared}.gate_proj.*", f"{held}.shared_experts.gate_up_proj.*", "gate"),
         WeightRule(f"{shared}.up_proj.*", f"{held}.shared_experts.gate_up_proj.*", "up"),
         WeightRule(f"{shared}.down_proj.*", f"{held}.shared_experts.down_proj.*"),
-        WeightRule(f"{shared}_gate.weight", f"{held}.shared_gate.weight"),
+        *((gate,) if is_weighed else ()),
     )
 
 

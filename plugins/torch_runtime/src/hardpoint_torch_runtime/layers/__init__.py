@@ -1,7 +1,7 @@
 """The layer library models are built from. Models receive a :class:`LayerToolkit`, not these classes."""
 
 from hardpoint_torch_runtime.layers.activation import ACTIVATIONS, Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
-from hardpoint_torch_runtime.layers.attention import AttentionLayer
+from hardpoint_torch_runtime.layers.attention import AttentionLayer, AttentionSinks
 from hardpoint_torch_runtime.layers.causal_conv import CausalConv
 from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
 from hardpoint_torch_runtime.layers.context_shards import ContextPlace, ContextShards, LocalLengths
@@ -70,6 +70,7 @@ __all__ = [
     "TRANSPOSED",
     "Activation",
     "AttentionLayer",
+    "AttentionSinks",
     "CausalConv",
     "ChannelInt8Weight",
     "ClampedSwiGLU",

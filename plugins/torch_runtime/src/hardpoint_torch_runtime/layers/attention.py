@@ -15,10 +15,31 @@ from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.kv_cache_specs import EncoderOnlyAttentionSpec
 from hardpoint_torch_runtime.forward_context import ForwardContext, get_forward_context
 from hardpoint_torch_runtime.layers.context_ranks import ContextRanks, SharedContextImpl, attend_over_ranks
+from hardpoint_torch_runtime.layers.parallel import TensorParallel
+from hardpoint_torch_runtime.layers.placement import Placement
 from hardpoint_torch_runtime.layers.selected_keys import SelectedKeysImpl
 from hardpoint_torch_runtime.layers.uncompiled import UncompiledLayer
 
-__all__ = ["AttentionLayer"]
+__all__ = ["AttentionLayer", "AttentionSinks"]
+
+
+class AttentionSinks(torch.nn.Module):
+    """``weight`` float32 [H]: for each head of this rank a logit that takes part in the softmax and has no value."""
+
+    def __init__(self, name: str, num_heads: int, parallel: TensorParallel, device: torch.device) -> None:
+        """``num_heads`` are those of all ranks."""
+        super().__init__()
+        self._total = num_heads
+        self._share = parallel.divide(num_heads, f"{name}: number of attention sinks")
+        self._start = parallel.rank * self._share
+        empty = torch.empty(self._share, dtype=torch.float32, device=device)
+        self.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+    def place(self, parameter: str, shard: str | None) -> Placement:
+        """See ``ShardedModule``."""
+        if parameter != "weight" or shard is not None:
+            raise KeyError(f"attention sinks have only a whole 'weight', not {parameter!r} / {shard!r}")
+        return Placement((self._total,), 0, self._start, 0, self._share)
 
 
 class AttentionLayer(UncompiledLayer):

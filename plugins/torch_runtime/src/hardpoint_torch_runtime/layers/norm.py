@@ -20,7 +20,10 @@ class RMSNorm(torch.nn.Module):
     With ``residual`` the sum ``x + residual`` is normalized and returned as the new residual; ``residual`` is updated
     in place, so the caller must own it. The kernels are those of the seams ``rms_norm`` and ``add_rms_norm``.
     ``weight_offset``: checkpoints hold the weight less this number; it is added when they are loaded, and not again.
+    Without ``has_weight`` there is nothing to load, and nothing is multiplied by.
     """
+
+    weight: torch.Tensor
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class RMSNorm(torch.nn.Module):
         kernels: Kernels | None = None,
         *,
         weight_offset: float = 0.0,
+        has_weight: bool = True,
     ) -> None:
         super().__init__()
         kernels = kernels or Kernels()
@@ -38,7 +42,11 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight_offset = weight_offset
         self._norm, self._add_norm = kernels.rms_norm, kernels.add_rms_norm
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
+        ones = torch.ones(size, dtype=dtype, device=device)
+        if has_weight:
+            self.weight = torch.nn.Parameter(ones, requires_grad=False)
+        else:
+            self.register_buffer("weight", ones, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self.weight, self.eps)

@@ -24,7 +24,7 @@ from hardpoint.interfaces.kv_dtypes import kv_storage
 from hardpoint.interfaces.quantization import LinearMethod, LinearShape, QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.layers.activation import Activation, ClampedSwiGLU, GeluTanhAndMul, SiluAndMul
-from hardpoint_torch_runtime.layers.attention import AttentionLayer
+from hardpoint_torch_runtime.layers.attention import AttentionLayer, AttentionSinks
 from hardpoint_torch_runtime.layers.context_ranks import ContextRanks
 from hardpoint_torch_runtime.layers.context_shards import ContextShards
 from hardpoint_torch_runtime.layers.delta_mixer import DeltaMixer, DeltaSizes
@@ -184,9 +184,11 @@ class LayerToolkit:
 
     # Everything else.
 
-    def rms_norm(self, size: int, eps: float, *, weight_offset: float = 0.0) -> RMSNorm:
+    def rms_norm(self, size: int, eps: float, *, weight_offset: float = 0.0, has_weight: bool = True) -> RMSNorm:
         """``weight_offset``: what checkpoints leave off the weight (1 where they hold the deviation from one)."""
-        return RMSNorm(size, eps, self.dtype, self.device, self.kernels, weight_offset=weight_offset)
+        return RMSNorm(
+            size, eps, self.dtype, self.device, self.kernels, weight_offset=weight_offset, has_weight=has_weight
+        )
 
     def sharded_rms_norm(self, part: OutputPart, eps: float) -> ShardedRMSNorm:
         """Over all values of a projection of which this rank computes ``part``."""
@@ -270,6 +272,10 @@ class LayerToolkit:
         spec = self._kv_spec(params, max_encoder_tokens)
         ranks = self._ranks_of(spec)
         return self._add(AttentionLayer(params, self.attention_backend, spec, ranks=ranks, selects_keys=selects_keys))
+
+    def attention_sinks(self, name: str, num_heads: int) -> AttentionSinks:
+        """What :meth:`attention` takes as ``sinks``, as a module that loads this rank's share of ``num_heads``."""
+        return AttentionSinks(name, num_heads, self.parallel, self.device)
 
     def latent_attention(
         self,
