@@ -16,7 +16,7 @@ from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.building import require_toolkit
 from hardpoint_models.causal import CausalModel, LayerStack
 from hardpoint_models.mamba_config import MambaConfig, read_mamba, read_mamba2
-from hardpoint_torch_runtime.layers import LayerToolkit, RMSNorm, SelectiveSizes
+from hardpoint_torch_runtime.layers import LayerNorm, LayerToolkit, RMSNorm, SelectiveSizes
 
 __all__ = ["MambaModel", "create_mamba", "create_mamba2"]
 
@@ -67,7 +67,7 @@ class MambaStack(LayerStack):
         return self.finish(hidden, residual).to(self._dtype)
 
     def _normed(
-        self, norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None
+        self, norm: RMSNorm | LayerNorm, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._is_wider:
             return norm.add(hidden, residual)
