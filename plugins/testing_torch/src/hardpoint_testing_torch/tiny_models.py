@@ -26,7 +26,7 @@ TINY_SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 256,
 }
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Where configurations say how long sequences may be."""
+"""Where configurations say how long sequences may be. Those of models that only recur say nothing."""
 
 ENCODER_TOKENS = 11
 """Length of the inputs that encoders are compared with where nobody gives any."""
@@ -164,7 +164,7 @@ def model_info(folder: Path, architecture: str, tasks: tuple[str, ...] = ("gener
         artifact=ModelArtifact(name=folder.name, root=str(folder), files=files, source="local"),
         architecture=architecture,
         config=config,
-        max_position=next(config[name] for name in POSITION_FIELDS if config.get(name) is not None),
+        max_position=next(filter(None, map(config.get, POSITION_FIELDS)), TINY_SIZES["max_position_embeddings"]),
         vocab_size=config["vocab_size"],
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         loader="safetensors",
