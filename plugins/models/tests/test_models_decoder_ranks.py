@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,29 @@ from hardpoint_testing_torch import StateDictLoader, make_tiny_model, relative_e
 from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory
 from hardpoint_testing_torch.rank_threads import RankMeeting, RankThreads, ThreadCommunicator
 from hardpoint_testing_torch.tiny_models import TinyModel
-from hardpoint_torch_runtime import LayerToolkit, load_weights
+from hardpoint_torch_runtime import LayerToolkit, forward_context, load_weights
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+class OfThread(threading.local):
+    """Stands for the contexts of a process, of which each rank has one of its own."""
+
+    def __init__(self) -> None:
+        self.held: list[forward_context.ForwardContext] = []
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: int) -> forward_context.ForwardContext:
+        return self.held[index]
+
+    def __delitem__(self, index: slice) -> None:
+        del self.held[index]
+
+    def append(self, context: forward_context.ForwardContext) -> None:
+        self.held.append(context)
 
 
 def logits_of(tiny: TinyModel, factory: ModelFactory, rank: int, meeting: RankMeeting) -> torch.Tensor:
@@ -52,9 +72,15 @@ def logits_of(tiny: TinyModel, factory: ModelFactory, rank: int, meeting: RankMe
     ],
 )
 def test_ranks_together_are_the_whole(
-    architecture: str, factory: ModelFactory, size: int, changes: dict[str, Any], tmp_path: Path
+    architecture: str,
+    factory: ModelFactory,
+    size: int,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Norms over all heads see those of other ranks; of fused tensors each rank takes its share of every part."""
+    monkeypatch.setattr(forward_context, "_active", OfThread())
     tiny, meeting = make_tiny_model(architecture, tmp_path, **{**NO_IDS, **changes}), RankMeeting(size)
     found = RankThreads.run(size, lambda rank: logits_of(tiny, factory, rank, meeting), patience_s=100.0)
     for logits in found:

@@ -88,7 +88,7 @@ def test_whoever_is_preempted_gets_its_output_again_or_a_new_one() -> None:
 
 def test_no_prefix_is_found(caplog: Any) -> None:
     """What an encoder has seen is in no hash of the decoder's tokens, and the log says so."""
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "hardpoint.plugin"):
         made = scheduler(prefix_caching=True)
     assert "every prompt will be computed" in caplog.text
     for name in "ab":
