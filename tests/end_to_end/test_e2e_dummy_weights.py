@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError, UnsupportedModelError
-from hardpoint.interfaces import PositionLogprobs
+from hardpoint.interfaces import Feature, PositionLogprobs
 from hardpoint_testing_torch import ParityCase, write_tiny_tokenizer
-from hardpoint_testing_torch.tiny_models import TINY_SIZES
+from hardpoint_testing_torch.tiny_models import TINY_SIZES, forget_foreign_tokens
 from model_cases import CASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,9 +30,22 @@ def write_config(case: ParityCase, folder: Path) -> Path:
     """``config.json`` and a tokenizer, and nothing else."""
     config = getattr(transformers, case.architecture).config_class(**{**TINY_SIZES, **case.config})
     config.architectures = [case.architecture]
+    forget_foreign_tokens(config)
     config.save_pretrained(folder)
     write_tiny_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def spoken(folder: Path) -> Prompt:
+    """A spectrogram for an encoder."""
+    config = json.loads((folder / "config.json").read_text())
+    length = config["max_source_positions"]
+    data = np.linspace(-1, 1, config["num_mel_bins"] * 2 * length, dtype=np.float32).reshape(-1, 2 * length)
+    digest = hashlib.sha256(data.tobytes()).hexdigest()
+    kinds = {"modality": "input_features", "data": {"input_features": data}}
+    return Prompt(
+        token_ids=[3], features=(Feature(content_hash=digest, offset=0, length=1, num_encoder_tokens=length, **kinds),)
+    )
 
 
 def answer(folder: Path, *, seed: int = 0, dtype: str = "float32", **settings: Any) -> list[float]:
@@ -41,10 +56,10 @@ def answer(folder: Path, *, seed: int = 0, dtype: str = "float32", **settings: A
         "plugins": {"weight_loader": {"dummy": {"seed": seed, "scale": 0.2}}},
     }
     with LLM.from_config(AppConfig.model_validate(document)) as llm:
-        if "Bert" in folder.name:
-            return [float(value) for value in llm.embed(PROMPT)[0].embedding]
+        if not getattr(transformers, folder.name, transformers.LlamaForCausalLM).can_generate():
+            return [float(value) for value in np.ravel(llm.embed(PROMPT)[0].embedding)]
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
-        (output,) = llm.generate(PROMPT, params)
+        (output,) = llm.generate(spoken(folder) if "Whisper" in folder.name else PROMPT, params)
     positions: tuple[PositionLogprobs, ...] = output.outputs[0].logprobs or ()
     return [one.logprob for position in positions for one in position.top]
 

@@ -14,7 +14,15 @@ import transformers
 
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 
-__all__ = ["ENCODER_TOKENS", "TINY_SIZES", "ModelCheckpoint", "TinyModel", "make_tiny_model", "model_info"]
+__all__ = [
+    "ENCODER_TOKENS",
+    "TINY_SIZES",
+    "ModelCheckpoint",
+    "TinyModel",
+    "forget_foreign_tokens",
+    "make_tiny_model",
+    "model_info",
+]
 
 TINY_SIZES: Mapping[str, Any] = {
     "hidden_size": 48,
@@ -121,7 +129,7 @@ def make_tiny_model(
     model_class = getattr(transformers, architecture)
     hf_config = model_class.config_class(**{**TINY_SIZES, **config})
     hf_config.architectures = [architecture]
-    _forget_foreign_tokens(hf_config)
+    forget_foreign_tokens(hf_config)
     torch.manual_seed(seed)
     oracle = model_class(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +149,7 @@ def make_tiny_model(
     return TinyModel(oracle, folder, model_info(folder, architecture, tasks))
 
 
-def _forget_foreign_tokens(hf_config: Any) -> None:
+def forget_foreign_tokens(hf_config: Any) -> None:
     """Some families number their special tokens by the vocabulary that they were published with."""
     for role in ("pad", "bos", "eos", "cls", "sep"):
         token = getattr(hf_config, f"{role}_token_id", None)
