@@ -42,10 +42,11 @@ def spoken(folder: Path) -> Prompt:
     length = config["max_source_positions"]
     data = np.linspace(-1, 1, config["num_mel_bins"] * 2 * length, dtype=np.float32).reshape(-1, 2 * length)
     digest = hashlib.sha256(data.tobytes()).hexdigest()
-    kinds = {"modality": "input_features", "data": {"input_features": data}}
-    return Prompt(
-        token_ids=[3], features=(Feature(content_hash=digest, offset=0, length=1, num_encoder_tokens=length, **kinds),)
+    data_of = {"input_features": data}
+    feature = Feature(
+        modality="audio", content_hash=digest, offset=0, length=1, num_encoder_tokens=length, data=data_of
     )
+    return Prompt(token_ids=[3], features=(feature,))
 
 
 def answer(folder: Path, *, seed: int = 0, dtype: str = "float32", **settings: Any) -> list[float]:

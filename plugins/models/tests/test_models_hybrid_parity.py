@@ -97,8 +97,8 @@ def test_what_a_hybrid_keeps_in_the_cache(tmp_path: Path) -> None:
     """In model order: float32 states of constant size beside keys and values."""
     tiny = make_tiny_model("BambaForCausalLM", tmp_path, **BAMBA)
     specs = ParityHarness(tiny, create_bamba, ReferenceBackend()).model.kv_cache_specs()
-    assert list(specs) == ["model.layers.0.mamba", "model.layers.1.self_attn.attn", "model.layers.2.mamba"]
-    state = specs["model.layers.0.mamba"]
+    assert list(specs) == ["model.layers.0.mixer", "model.layers.1.self_attn.attn", "model.layers.2.mixer"]
+    state = specs["model.layers.0.mixer"]
     assert state.kind == "mamba"
     # Inputs of the convolution: 96 channels and twice 8. States: 6 heads of 16 by 8.
     assert state.unpadded_page_size_bytes == 4 * (3 * (96 + 2 * 8) + 6 * 16 * 8)

@@ -20,11 +20,15 @@ class TestJamba(ModelSuite):
 
 class TestMamba(ModelSuite):
     plugin: ClassVar[str | None] = "MambaForCausalLM"
+    # It attends to nothing: what stands there in a tiny configuration is not looked at.
+    size_names: ClassVar[Mapping[str, str]] = {"num_attention_heads": "heads of attention"}
     checkpoint_config: ClassVar[Mapping[str, Any]] = {"intermediate_size": 96, "state_size": 8}
 
 
 class TestMamba2(ModelSuite):
     plugin: ClassVar[str | None] = "Mamba2ForCausalLM"
+    # It attends to nothing: what stands there in a tiny configuration is not looked at.
+    size_names: ClassVar[Mapping[str, str]] = {"num_attention_heads": "heads of attention"}
     checkpoint_config: ClassVar[Mapping[str, Any]] = {
         "num_heads": 6,
         "head_dim": 16,

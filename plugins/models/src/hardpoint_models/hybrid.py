@@ -100,7 +100,7 @@ class HybridLayer(torch.nn.Module):
         name = f"model.layers.{index}"
         is_recurrent = config.recurrent[index]
         self.input_layernorm = _norm(config.hidden_size, config, layers)
-        self.mixer = _mixer(f"{name}.{config.mixer_name}", config, layers) if is_recurrent else None
+        self.mixer = _mixer(f"{name}.mixer", config, layers) if is_recurrent else None
         self.self_attn = None if is_recurrent else HybridAttention(f"{name}.self_attn", config, layers)
         self.post_attention_layernorm = _norm(config.hidden_size, config, layers)
         self.mlp = _feed_forward(f"{name}.mlp", index, config, layers)

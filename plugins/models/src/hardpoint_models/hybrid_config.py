@@ -42,7 +42,7 @@ class HybridConfig:
 
     Attributes:
         intermediate_size: of the feed-forward block of layers without experts.
-        mixer: of the recurrent layers, which checkpoints keep under ``mixer_name``.
+        mixer: of the recurrent layers.
         qk_norm: heads of queries and keys are normalized before they rotate.
         gates_output: queries come with as many gates for what attention yields.
         norm_offset: what checkpoints leave off the weights of norms, those within mixers apart.
@@ -71,7 +71,6 @@ class HybridConfig:
     rules: tuple[WeightRule, ...]
     rope: RopeParameters | None
     experts: ExpertsConfig | None = None
-    mixer_name: str = "mamba"
     qk_norm: bool = False
     gates_output: bool = False
     norm_offset: float = 0.0

@@ -26,7 +26,7 @@ class MambaLayer(torch.nn.Module):
 
     def __init__(self, index: int, config: MambaConfig, layers: LayerToolkit) -> None:
         super().__init__()
-        name, sizes = f"backbone.layers.{index}.mixer", config.mixer
+        name, sizes = f"model.layers.{index}.mixer", config.mixer
         self.norm = layers.rms_norm(config.hidden_size, config.norm_eps)
         self.mixer: torch.nn.Module = (
             layers.selective_mixer(name, sizes)

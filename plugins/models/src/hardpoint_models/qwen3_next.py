@@ -67,7 +67,6 @@ def read_qwen3_next(config: Mapping[str, Any], architecture: str) -> HybridConfi
         rules=RULES,
         rope=RopeParameters.from_config({"partial_rotary_factor": 0.25, **_present(fields)}),
         experts=_experts(fields, num_layers),
-        mixer_name="linear_attn",
         qk_norm=True,
         gates_output=True,
         norm_offset=1.0,
