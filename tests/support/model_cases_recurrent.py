@@ -158,7 +158,13 @@ MAMBA_CASES: tuple[ParityCase, ...] = (
     ),
 )
 QWEN3_NEXT_CASES: tuple[ParityCase, ...] = (
-    ParityCase("Qwen3NextForCausalLM", QWEN3_NEXT, plugins=_KEEPS_STATES, limits=_ROUTED),
+    ParityCase(
+        "Qwen3NextForCausalLM",
+        QWEN3_NEXT,
+        plugins=_KEEPS_STATES,
+        # Over 64 tokens transformers in float32 is off by up to 9e-5 of itself in float64, and so are we, elsewhere.
+        limits={**_ROUTED, "decode": 3e-4},
+    ),
     ParityCase(
         "Qwen3NextForCausalLM",
         AWKWARD_QWEN3_NEXT,
