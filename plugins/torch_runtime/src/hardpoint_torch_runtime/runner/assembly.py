@@ -74,6 +74,34 @@ def _encoder(model: Model, slots: SlotState, device: torch.device) -> EncoderSta
     return EncoderStage(model, slots, device) if isinstance(model, EncoderModel) else None
 
 
+def _slots(config: WorkerConfig, groups: AttentionGroups) -> SlotState:
+    return SlotState(
+        config.max_num_seqs,
+        config.max_model_len,
+        groups.block_sizes,
+        keeps_kv=groups.keeps_kv,
+        foreign_tokens=groups.foreign_tokens,
+    )
+
+
+def _inputs(
+    config: WorkerConfig,
+    slots: SlotState,
+    groups: AttentionGroups,
+    device: torch.device,
+    device_tokens: DeviceTokens | None,
+) -> InputBuilder:
+    return InputBuilder(
+        slots,
+        config.max_num_batched_tokens,
+        device,
+        groups.kernel_blocks,
+        device_tokens=device_tokens,
+        has_prompt_lens=groups.keeps_prompt,
+        places=groups.places,
+    )
+
+
 def assemble_runner(
     config: WorkerConfig,
     model: Model,
@@ -88,13 +116,7 @@ def assemble_runner(
 
     ``make_forwards``: how the model is run; by default as it is.
     """
-    slots = SlotState(
-        config.max_num_seqs,
-        config.max_model_len,
-        groups.block_sizes,
-        keeps_kv=groups.keeps_kv,
-        foreign_tokens=groups.foreign_tokens,
-    )
+    slots = _slots(config, groups)
     sampling = SlotSampling(
         config.max_num_seqs, config.model.vocab_size, device, seed=config.seed, eos_token_ids=config.model.eos_token_ids
     )
@@ -120,21 +142,12 @@ def assemble_runner(
         backlog=None if residence is None else residence.backlog,
         debt=None if residence is None else residence.debt,
     )
-    inputs = InputBuilder(
-        slots,
-        config.max_num_batched_tokens,
-        device,
-        groups.kernel_blocks,
-        device_tokens=tokens,
-        has_prompt_lens=groups.keeps_prompt,
-        places=groups.places,
-    )
     return ModelRunner(
         model,
         groups,
         kv,
         state,
-        inputs,
+        _inputs(config, slots, groups, device, tokens),
         sampler,
         flags=flags,
         forwards=None if make_forwards is None else make_forwards(embeddings),
