@@ -178,6 +178,10 @@ def merge_partials(
     return output
 
 
+_MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+"""Bits of the fractions of 8-bit floats."""
+
+
 def write(
     key: torch.Tensor,
     value: torch.Tensor | None,
@@ -197,10 +201,11 @@ def write(
         return
     size, mantissa = key.shape[-1], 0
     if cache[0].dtype is torch.uint8:
-        mantissa = 3
-    elif IS_INTERPRETED and cache[0].dtype is torch.float8_e5m2:
-        # The interpreter casts to 8 bits without rounding.
-        cache, mantissa = (cache[0].view(torch.uint8), cache[1].view(torch.uint8)), 2
+        mantissa = _MANTISSAS[torch.float8_e4m3fn]
+    elif IS_INTERPRETED and cache[0].dtype in _MANTISSAS:
+        # The interpreter casts to 8 bits without rounding, or without its carry.
+        mantissa = _MANTISSAS[cache[0].dtype]
+        cache = (cache[0].view(torch.uint8), cache[1].view(torch.uint8))
     tokens = INTERPRETED_TOKENS if IS_INTERPRETED else WRITE_TOKENS
     write_states[(triton.cdiv(slots.shape[0], tokens), key.shape[1])](
         *(strided(key), strided(value), strided(cache[0]), strided(cache[1]), strided(slots)),
