@@ -99,6 +99,9 @@ def load(name: str, folder: Path, dtype: str, method: str = "none") -> tuple[int
 LARGEST = 4 * WIDE * HIDDEN
 """Bytes of the largest tensor in float32."""
 
+PAGES = 1 << 18
+"""What the interpreter may touch besides while it loads: the peak is measured in whole pages of the process."""
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
@@ -117,7 +120,7 @@ def test_a_model_of_many_shards_is_never_in_memory_twice(dtype: str, tmp_path: P
     grown, num_bytes, held = load("safetensors", tmp_path, dtype)
     assert num_bytes == sum(array.nbytes for _, array in stored) > 75e6
     assert held == num_bytes // (1 if dtype == "float32" else 2)
-    assert grown < 3 * LARGEST, f"loading {num_bytes} bytes took {grown} bytes beside the parameters"
+    assert grown < 3 * LARGEST + PAGES, f"loading {num_bytes} bytes took {grown} bytes beside the parameters"
 
 
 @pytest.mark.slow
@@ -129,7 +132,7 @@ def test_weights_are_quantized_as_they_come(method: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     grown, num_bytes, held = load("safetensors", tmp_path, "float32", method)
     assert held < num_bytes / 3.9
-    assert grown < 3 * LARGEST, f"quantizing {num_bytes} bytes took {grown} bytes beside the parameters"
+    assert grown < 3 * LARGEST + PAGES, f"quantizing {num_bytes} bytes took {grown} bytes beside the parameters"
 
 
 @pytest.mark.slow
