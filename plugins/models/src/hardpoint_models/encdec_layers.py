@@ -13,7 +13,7 @@ from hardpoint.interfaces.attention import AttentionKind
 from hardpoint_models.encdec_config import AttentionShape, EncoderDecoderConfig, StackConfig
 from hardpoint_torch_runtime.layers import LayerToolkit, ScoreBias, dense_attention
 
-__all__ = ["DecoderLayer", "EncoderLayer", "make_norm"]
+__all__ = ["DecoderLayer", "EncoderLayer", "SelfProjections", "make_norm"]
 
 
 def make_norm(config: EncoderDecoderConfig, layers: LayerToolkit) -> torch.nn.Module:
@@ -23,7 +23,7 @@ def make_norm(config: EncoderDecoderConfig, layers: LayerToolkit) -> torch.nn.Mo
     return layers.layer_norm(config.hidden_size, config.norm_eps)
 
 
-class _SelfProjections(torch.nn.Module):
+class SelfProjections(torch.nn.Module):
     """Queries, keys and values of one input, and the projection behind attention.
 
     One product makes all three, or two where keys alone have no bias.
@@ -54,7 +54,7 @@ class _SelfProjections(torch.nn.Module):
         return query, self.key(hidden), value
 
 
-class EncoderAttention(_SelfProjections):
+class EncoderAttention(SelfProjections):
     """[E, C] to [E, C]; tokens see all of their own sequence."""
 
     def __init__(self, name: str, size: int, shape: AttentionShape, layers: LayerToolkit) -> None:
@@ -67,7 +67,7 @@ class EncoderAttention(_SelfProjections):
         return self.output(dense_attention(query, key, value, lengths, self._shape.scale, bias))
 
 
-class DecoderAttention(_SelfProjections):
+class DecoderAttention(SelfProjections):
     """[T, C] to [T, C]. ``relative_bias``: float32 [H, N] by distance, see ``AttentionLayerParams``."""
 
     def __init__(
