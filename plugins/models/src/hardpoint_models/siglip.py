@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from hardpoint.interfaces.model import WeightRule
 from hardpoint_models.encdec_layers import SelfProjections
-from hardpoint_models.vision_config import VisionConfig
+from hardpoint_models.siglip_config import VisionConfig
 from hardpoint_torch_runtime.layers import LayerToolkit
 
 __all__ = ["VisionTower", "fractional_positions", "vision_rules"]

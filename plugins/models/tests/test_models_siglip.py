@@ -17,8 +17,8 @@ from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint.interfaces.worker import ParallelSlice
-from hardpoint_models.vision_config import VisionConfig, read_siglip
-from hardpoint_models.vision_tower import VisionTower, fractional_positions, vision_rules
+from hardpoint_models.siglip import VisionTower, fractional_positions, vision_rules
+from hardpoint_models.siglip_config import VisionConfig, read_siglip
 from hardpoint_testing_torch import StateDictLoader, relative_error, worker_config
 from hardpoint_testing_torch.rank_threads import RankMeeting, RankThreads, ThreadCommunicator
 from hardpoint_torch_runtime import LayerToolkit, load_weights
