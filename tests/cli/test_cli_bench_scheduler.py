@@ -44,6 +44,7 @@ def test_the_steady_state_is_measured_and_checked(hardpoint: CommandLine) -> Non
     assert report["scheduler"].startswith("scheduler:fcfs (")
 
 
+@pytest.mark.slow
 def test_boundaries_fall_together_unless_spread(hardpoint: CommandLine) -> None:
     together = measured(hardpoint, *SMALL)
     assert (together["aligned_boundaries"], together["boundary_rows_max"]) == (True, 6)
@@ -51,7 +52,7 @@ def test_boundaries_fall_together_unless_spread(hardpoint: CommandLine) -> None:
     assert (apart["aligned_boundaries"], apart["boundary_rows_max"]) == (False, 1)
 
 
-@pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
+@pytest.mark.parametrize("scheduler", ["fcfs", pytest.param("priority", marks=pytest.mark.slow)])
 def test_steps_ahead(hardpoint: CommandLine, scheduler: str) -> None:
     for flag in ("--async", "--async-scheduling"):
         report = measured(hardpoint, *SMALL, flag, "--scheduler", scheduler)
@@ -69,6 +70,7 @@ def test_too_few_blocks_make_the_scheduler_preempt(hardpoint: CommandLine) -> No
     assert 0 < report["tokens"] < 6 * 40
 
 
+@pytest.mark.slow
 def test_any_scheduler_with_options(hardpoint: CommandLine) -> None:
     options = ("--scheduler", "policy", "--plugin", "scheduler.policy.policy=fair_share")
     assert measured(hardpoint, *SMALL, *options)["scheduler"].startswith("scheduler:policy (")
@@ -76,6 +78,7 @@ def test_any_scheduler_with_options(hardpoint: CommandLine) -> None:
     assert "unknown option plugins.scheduler.policy.polcy" in done.complaint()
 
 
+@pytest.mark.slow
 def test_settings_count_as_in_a_server(hardpoint: CommandLine, tmp_path: Path) -> None:
     settings = tmp_path / "server.yaml"
     text = "model: smollm2\ncache: {block_size: 8, prefix_caching: false}\n"
@@ -86,11 +89,13 @@ def test_settings_count_as_in_a_server(hardpoint: CommandLine, tmp_path: Path) -
     assert (report["prefix_hit_rate"], report["hashes_checked"]) == (0.0, 0)
 
 
+@pytest.mark.slow
 def test_as_many_run_as_the_settings_allow(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, *SMALL[2:], "--max-num-seqs", 8, "--max-num-active-seqs", 3)
     assert (report["running"], report["tokens"]) == (3, 3 * 40)
 
 
+@pytest.mark.slow
 def test_hashes_that_nobody_shares_need_no_warning(
     hardpoint: CommandLine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +106,7 @@ def test_hashes_that_nobody_shares_need_no_warning(
     assert os.environ["PYTHONHASHSEED"] == "random"
 
 
+@pytest.mark.slow
 def test_runs_can_be_repeated(hardpoint: CommandLine) -> None:
     report = measured(hardpoint, *SMALL, "--repeats", 2)
     assert len(report["step_us_median_of_runs"]) == 2
@@ -203,6 +209,7 @@ def test_requests_without_a_tenant_have_a_line_with_a_name(hardpoint: CommandLin
     assert "tenants.x.completed" in shown
 
 
+@pytest.mark.slow
 def test_steps_without_boundaries_have_no_such_figure(hardpoint: CommandLine) -> None:
     options = ("--running", 2, "--steps", 2, "--prompt-len", 18, "--no-ipc")
     assert measured(hardpoint, *options, "--json")["boundary_step_us_median"] is None
@@ -227,6 +234,7 @@ def test_traces_come_from_standard_input_and_go_to_standard_output() -> None:
     assert len(report["tenants"]) == 2
 
 
+@pytest.mark.slow
 def test_a_written_trace_replays_like_the_made_up_one(hardpoint: CommandLine, tmp_path: Path) -> None:
     mix = ("--requests", 60, "--rate", 80, "--shared-prefix", 32, "--prefixes", 2, "--length-spread", 0.5)
     path = tmp_path / "t.jsonl"
@@ -255,6 +263,7 @@ def test_schedulers_are_compared(hardpoint: CommandLine) -> None:
     assert done.out.splitlines()[0].split() == ["fcfs", "priority"]
 
 
+@pytest.mark.slow
 def test_weightings_of_a_policy_are_compared(hardpoint: CommandLine) -> None:
     """The big tenant's requests come sooner once its weight says so."""
     load = ("--requests", 60, "--rate", 300, "--running", 4, "--tenants", 2, "--output-len", 16, "--json")
@@ -310,6 +319,7 @@ def test_a_long_cached_prompt_is_found(hardpoint: CommandLine) -> None:
     assert report["lookup_first_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 15, 16, 17, 160, 161])
 def test_cached_prompts_of_any_length_are_found(hardpoint: CommandLine, tokens: int) -> None:
     report = measured(hardpoint, "--running", 2, "--steps", 2, "--no-ipc", "--json", "--blocks", 40, "--lookup", tokens)

@@ -54,10 +54,12 @@ def test_an_unknown_command_is_explained_and_never_reaches_the_model(hardpoint: 
     assert "unknown command /help. Type a message." in done.err
 
 
+@pytest.mark.slow
 def test_empty_lines_are_no_turns(hardpoint: CommandLine, speaker: Path) -> None:
     assert len(answers(chat(hardpoint, speaker, "", "   ", "Hello", ""))) == 1
 
 
+@pytest.mark.slow
 def test_a_system_message_changes_the_answer_and_survives_reset(hardpoint: CommandLine, speaker: Path) -> None:
     (plain,) = answers(chat(hardpoint, speaker, "Hello"))
     options = ("--system", "Answer like a mechanic.")
@@ -65,6 +67,7 @@ def test_a_system_message_changes_the_answer_and_survives_reset(hardpoint: Comma
     assert first == again != plain
 
 
+@pytest.mark.slow
 def test_a_turn_that_does_not_fit_is_explained_and_the_conversation_goes_on(
     hardpoint: CommandLine, speaker: Path
 ) -> None:
@@ -74,6 +77,7 @@ def test_a_turn_that_does_not_fit_is_explained_and_the_conversation_goes_on(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_says_so(hardpoint: CommandLine, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "plain")
     (model / "tokenizer_config.json").unlink()

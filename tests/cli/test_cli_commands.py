@@ -19,6 +19,7 @@ def test_the_version_is_that_of_the_distribution(hardpoint: CommandLine, flag: s
     assert hardpoint(flag).out == f"hardpoint {version('hardpoint-core')}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "told"), [(None, False), ("DEBUG", True)])
 def test_the_story_before_a_result_is_told_when_asked_for(tiny: Path, level: str | None, told: bool) -> None:
     flags = ["--log-level", level] if level else []

@@ -54,6 +54,7 @@ def test_only_json_goes_to_standard_output(hardpoint: CommandLine, tiny: Path) -
     assert json.loads(done.out)["prompt"] == "Hello"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_temperature_zero_is_deterministic_alone_and_in_a_batch(hardpoint: CommandLine, tiny: Path, dtype: str) -> None:
     options = ["--max-tokens", 12, "--json", "--temperature", 0, "--dtype", dtype, "--ignore-eos"]
@@ -65,18 +66,21 @@ def test_temperature_zero_is_deterministic_alone_and_in_a_batch(hardpoint: Comma
         assert alone == together[:2]
 
 
+@pytest.mark.slow
 def test_a_sampling_seed_makes_sampling_repeatable(hardpoint: CommandLine, tiny: Path) -> None:
     options = [*flags("Hello"), "--max-tokens", 16, "--json", "--temperature", 1.5]
     seeded = [tokens(hardpoint("generate", tiny, *options, "--sampling-seed", seed).json_lines()) for seed in (5, 5, 6)]
     assert seeded[0] == seeded[1] != seeded[2]
 
 
+@pytest.mark.slow
 def test_top_k_of_one_is_greedy(hardpoint: CommandLine, tiny: Path) -> None:
     options = [*flags("Hello"), "--max-tokens", 10, "--json"]
     greedy = tokens(hardpoint("generate", tiny, *options, "--temperature", 0).json_lines())
     assert tokens(hardpoint("generate", tiny, *options, "--temperature", 1.3, "--top-k", 1).json_lines()) == greedy
 
 
+@pytest.mark.slow
 def test_ignore_eos_generates_the_full_length(hardpoint: CommandLine, tiny: Path, tmp_path: Path) -> None:
     """The model whose end token is the third one it says stops there, unless told otherwise."""
     options = [*flags("Hello"), "--max-tokens", 9, "--json", "--temperature", 0]
@@ -92,6 +96,7 @@ def test_ignore_eos_generates_the_full_length(hardpoint: CommandLine, tiny: Path
     assert full["token_ids"] == free
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(hardpoint: CommandLine, tiny: Path) -> None:
     options = [*flags("Hello"), "--max-tokens", 24, "--json", "--temperature", 0, "--ignore-eos"]
     (free,) = hardpoint("generate", tiny, *options).json_lines()
@@ -101,6 +106,7 @@ def test_a_stop_string_ends_the_text_before_it(hardpoint: CommandLine, tiny: Pat
     assert stopped["text"] == free["text"].partition(stop)[0]
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_off_unless_asked_for(hardpoint: CommandLine, tiny: Path) -> None:
     options = [*flags("hi"), "--max-tokens", 1, "--json"]
     (raw,) = hardpoint("generate", tiny, *options).json_lines()
@@ -229,6 +235,7 @@ def test_streamed_and_final_text_are_equal(hardpoint: CommandLine, tiny: Path) -
     assert streamed.startswith(f">>> Hello\n{one['text']}\n\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_traceback(tiny: Path, tmp_path: Path) -> None:
     """``hardpoint generate ... | head -1``."""
     path = tmp_path / "prompts.jsonl"

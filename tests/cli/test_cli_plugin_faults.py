@@ -118,6 +118,7 @@ def test_an_unknown_name_lists_what_is_installed(place: Place, tiny: Path) -> No
     assert not place.imported.exists()
 
 
+@pytest.mark.slow
 def test_a_dtype_of_somebody_reaches_those_who_judge_it(place: Place, tiny: Path) -> None:
     """L12.17: the core has no list of KV dtypes; the attention backends say that none of them has this one."""
     done = place.run("generate", tiny, *FEW, "--kv-cache-dtype", "acme_fp3")
@@ -127,7 +128,7 @@ def test_a_dtype_of_somebody_reaches_those_who_judge_it(place: Place, tiny: Path
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("state", ["broken", "absent"])
+@pytest.mark.parametrize("state", ["broken", pytest.param("absent", marks=pytest.mark.slow)])
 def test_a_broken_platform_never_becomes_the_cpu(place: Place, tiny: Path, state: str) -> None:
     """L12.1: broken hardware stops the start; absent hardware leaves the fallback, and so does asking for it."""
     install_fake_platform(place.site)
@@ -184,6 +185,7 @@ def test_the_doctor_shows_where_doubles_lie(place: Place) -> None:
     assert "several plugins claim hooks:rivet" in done.out
 
 
+@pytest.mark.slow
 def test_single_plugins_are_told_to_those_who_ask(place: Place, tiny: Path) -> None:
     """R12.7 as amended: one line each at DEBUG for every kind, the sum of a process at INFO."""
     told = {level: place.run("generate", tiny, *FEW, "--log-level", level).err for level in ("DEBUG", "INFO")}

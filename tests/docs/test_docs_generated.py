@@ -50,11 +50,12 @@ def sections() -> dict[str, str]:
 def test_every_kind_and_every_plugin_on_disk_is_listed() -> None:
     text = plugin_kinds()
     assert all(f"| `{kind}`" in text or f"| [`{kind}`](#{kind})" in text for kind in KINDS)
+    found = sections()
     for dist in plugin_distributions():
         for group, names in dist.entry_points.items():
             kind = group.split(".")[1]
             if kind != "conformance":
-                assert all(f"`{name}` ({dist.name})" in sections()[kind] for name in names)
+                assert all(f"`{name}` ({dist.name})" in found[kind] for name in names)
 
 
 def test_every_kind_with_an_interface_names_its_module() -> None:

@@ -285,6 +285,7 @@ def test_what_is_no_model_file_is_refused_without_waiting(hardpoint: CommandLine
     assert done.seconds < MAX_SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [

@@ -89,6 +89,7 @@ def test_a_pickle_under_a_safe_name_is_refused(folder: Path, canary: Path, name:
     assert not canary.exists()
 
 
+@pytest.mark.slow
 def test_it_is_the_same_without_assertions(armed: Path, canary: Path, tmp_path: Path) -> None:
     """``python -O`` removes every ``assert``: no guard may be one."""
     change(armed / "config.json", architectures=["CanaryForCausalLM"])

@@ -74,6 +74,7 @@ def test_a_killed_engine_or_worker_is_told_to_everybody(tiny: Path, executor: st
         server.assert_gone()
 
 
+@pytest.mark.slow
 def test_the_sdk_raises_when_the_engine_dies(tiny: Path) -> None:
     with serving(tiny) as server, server.sdk() as sdk:
         stream = sdk.completions.create(model="served", prompt="hello", max_tokens=ENDLESS, stream=True)
@@ -83,6 +84,7 @@ def test_the_sdk_raises_when_the_engine_dies(tiny: Path) -> None:
             list(stream)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_that_dies_is_noticed(tiny: Path) -> None:
     with serving(tiny, "--executor", "multiproc") as server:
         server.worker().kill()

@@ -51,7 +51,7 @@ def inet_sockets(server: ServerProcess) -> list[tuple[str, str, int]]:
     ]
 
 
-@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
+@pytest.mark.parametrize("executor", [pytest.param("uniproc", marks=pytest.mark.slow), "multiproc"])
 def test_only_the_api_port_listens_and_all_else_is_private(tiny: Path, executor: str) -> None:
     """Class 3."""
     with serving(tiny, "--executor", executor) as server:

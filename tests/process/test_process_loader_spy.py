@@ -106,6 +106,7 @@ def test_commands_of_the_launcher_load_the_launcher_s_kinds(tmp_path: Path) -> N
     assert_within_policy(spy, {"launcher": frozenset({ProcessRole.LAUNCHER})})
 
 
+@pytest.mark.slow
 def test_one_process_that_does_everything_loads_no_route(tmp_path: Path, tiny: Path) -> None:
     """R12.2: statistics and routes are for asynchronous serving, though the process has the role ``api``."""
     spy = install_import_spy(tmp_path)
@@ -116,6 +117,7 @@ def test_one_process_that_does_everything_loads_no_route(tmp_path: Path, tiny: P
     assert {"stat_logger", "endpoint"} & loaded == set()
 
 
+@pytest.mark.slow
 def test_with_an_empty_list_no_endpoint_is_imported_and_only_the_probes_answer(tmp_path: Path, tiny: Path) -> None:
     """I12.2, R12.51: the explicit none, on a server that is otherwise whole."""
     spy = install_import_spy(tmp_path)

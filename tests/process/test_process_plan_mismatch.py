@@ -90,6 +90,7 @@ def generate(model: Path, swap: Swapped, executor: str = "multiproc") -> str:
     return done.complaint() if done.status else done.out
 
 
+@pytest.mark.slow
 def test_where_all_are_equal_the_worker_reads_the_weights(tmp_path: Path, tiny: Path) -> None:
     """The counter-check: the watch sees what the other tests say does not happen."""
     swap = swapped(tmp_path, tiny, "nobody", "2.0")
@@ -127,6 +128,7 @@ def test_an_entry_point_that_leads_elsewhere_stops_the_start(tmp_path: Path, tin
     assert swap.files_read("worker") == set()
 
 
+@pytest.mark.slow
 def test_one_process_alone_has_nothing_to_differ_from(tmp_path: Path, tiny: Path) -> None:
     swap = swapped(tmp_path, tiny, "engine", "2.0")
     assert len(json.loads(generate(tiny, swap, "uniproc"))["token_ids"]) == 2

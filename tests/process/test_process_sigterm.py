@@ -86,6 +86,7 @@ def test_what_outlasts_the_drain_ends_with_one_terminal_event(tiny: Path, execut
         server.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny: Path) -> None:
     with serving(tiny) as server:
         stream = Stream(server, max_tokens=ENDLESS)

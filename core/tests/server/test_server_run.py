@@ -171,6 +171,7 @@ def test_sigterm_lets_running_requests_finish(run: Callable[..., Running]) -> No
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 def test_an_echo_of_the_signal_is_not_a_second_one(run: Callable[..., Running]) -> None:
     running = run({"step_delay_s": 0.1})
     stream = Stream(running, 12)
@@ -180,6 +181,7 @@ def test_an_echo_of_the_signal_is_not_a_second_one(run: Callable[..., Running]) 
     assert running.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_drain_ends_with_one_event(run: Callable[..., Running]) -> None:
     running = run({"step_delay_s": 0.1}, drain_timeout_s=0.5)
     children = running.children()
@@ -192,6 +194,7 @@ def test_what_outlasts_the_drain_ends_with_one_event(run: Callable[..., Running]
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(run: Callable[..., Running]) -> None:
     running = run({"step_delay_s": 0.1})
     stream = Stream(running, 200)

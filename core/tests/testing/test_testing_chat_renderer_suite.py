@@ -324,12 +324,14 @@ def test_a_mutant_fails(mutant: type[Lines]) -> None:
     assert MUTANTS[mutant] in run_suite(make_suite(mutant), only=MUTANTS[mutant]).failed
 
 
+@pytest.mark.slow
 def test_a_format_that_opens_answers_against_its_word_fails() -> None:
     rule = "test_an_answer_is_opened_where_asked_for"
     assert rule in run_suite(make_suite(Lines, has_generation_prompt=False), only=rule).failed
     assert rule in run_suite(make_suite(Closed, roles=("user", "assistant")), only=rule).failed
 
 
+@pytest.mark.slow
 def test_a_renderer_that_takes_its_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Lines):
         def encode(self, pieces: Sequence[Piece]) -> tuple[str, list[int]]:

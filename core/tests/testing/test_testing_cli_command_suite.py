@@ -176,6 +176,7 @@ def test_an_installed_command_passes(site: Path) -> None:
     assert "test_its_help_loads_no_framework" in outcome.passed
 
 
+@pytest.mark.slow
 def test_a_help_that_loads_a_framework_fails(site: Path) -> None:
     (site / "acme_command.py").write_text(COMMAND.format(body="import transformers"))
     failed = run_suite(AcmeSuite, only="help_loads").failed

@@ -99,6 +99,7 @@ def test_a_function_that_differs_between_objects_fails() -> None:
     assert "test_equal_input_gives_equal_bytes" in run_suite(Suite).failed
 
 
+@pytest.mark.slow
 def test_a_function_that_differs_between_processes_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "class Own:\n"

@@ -381,6 +381,7 @@ def test_a_grouping_base_must_be_an_ancestor() -> None:
     assert "test_it_registers_a_spec_of_its_own_name" in run_suite(suite, only="registers").failed
 
 
+@pytest.mark.slow
 def test_managers_that_give_blocks_up_say_so() -> None:
     """The rules for tables hold with null blocks where the declaration allows them, and only there."""
     rules = "covers or freeing or bound or read_only or short"
@@ -396,6 +397,7 @@ def windowed(manager: type[TableManager], *, keeps_all: bool = False) -> type[KV
     return type("Windowed", (make_suite(manager, LongWindowSpec),), {"keeps_all": keeps_all})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [256, 8_192])
 def test_windows_of_any_length_are_seen(window: int) -> None:
     """R3.12: the rules go on until something is skipped."""
@@ -418,6 +420,7 @@ def test_a_long_window_is_held_to_what_it_says() -> None:
         assert SKIPPED in run_suite(in_secret, only=SKIPPED).failed
 
 
+@pytest.mark.slow
 def test_specs_with_fields_of_their_own_bring_samples() -> None:
     class Odd(PlainSpec, frozen=True, kw_only=True):
         num_latents: int

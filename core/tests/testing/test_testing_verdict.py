@@ -65,6 +65,7 @@ def test_a_broken_rule_is_told_with_what_it_asks_for(site: Path, capsys: pytest.
     assert "verdict: 0 of 1 plugins keep the rules of their kinds" in told
 
 
+@pytest.mark.slow
 def test_an_assertion_without_words_is_quoted(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "return parent and 'text'")
     _, told = judge(capsys, "--only", "equal_bytes")
@@ -98,6 +99,7 @@ def test_a_hang_ends_at_the_limit(site: Path, capsys: pytest.CaptureFixture[str]
     assert "did not finish within 4 s" in text
 
 
+@pytest.mark.slow
 def test_an_import_error_names_the_cause(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, prelude="import no_such_library")
     status, text = judge(capsys)
@@ -113,6 +115,7 @@ def test_a_refused_plugin_fails_without_being_imported(site: Path, capsys: pytes
     assert "0 of 1 plugins" in text
 
 
+@pytest.mark.slow
 def test_json_is_stable(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "return bytes(32)")
     status, text = judge(capsys, "--json")
@@ -124,6 +127,7 @@ def test_json_is_stable(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"name", "rule", "explanation"} == set(verdict["broken"][0])
 
 
+@pytest.mark.slow
 def test_a_kind_without_kit_is_held_to_the_general_rules(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, group="hardpoint.eplb_policy.v1")
     (site / "acme_hash.py").write_text((site / "acme_hash.py").read_text().replace('"hash")', '"eplb_policy")'))
@@ -185,6 +189,7 @@ def test_bytes_that_are_no_text_are_shown_as_far_as_they_go(site: Path, capsys: 
     assert "\x1b" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["garbage", "[" * 100_000, '{"kind": 1}', ""])
 def test_an_answer_that_is_none_is_a_verdict(site: Path, capsys: pytest.CaptureFixture[str], answer: str) -> None:
     install(site, prelude=f"from pathlib import Path; Path(sys.argv[3]).write_text({answer!r}); os._exit(0)")
@@ -199,6 +204,7 @@ def test_a_limit_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], lim
     assert f"--timeout {limit} is no limit; give a number of seconds above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_choice_of_rules_that_is_none_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site)
     status, text = judge(capsys, "--only", "(((")

@@ -118,6 +118,7 @@ def test_ids_equal_the_references_for_any_text(tokenizer: Tokenizer, reference: 
     assert decoded.startswith(stream)
 
 
+@pytest.mark.slow
 def test_without_the_added_step_the_reference_differs_only_before_digits(smollm2: ModelArtifact) -> None:
     """Documents the one known difference from the reference's own reading of this file."""
     transformers = pytest.importorskip("transformers")

@@ -395,6 +395,7 @@ def test_a_wrong_backend_fails(mutant: type[PlainAttentionBackend], rule: str) -
     assert rule in failures(mutant, rule)
 
 
+@pytest.mark.slow
 def test_a_few_of_them_fail_quickly() -> None:
     """The fault of each kind that is easiest to make; all of them are among the slow tests."""
     for mutant, rule in ((LosesTheLast, WHOLE), (NoLogSumExp, WHOLE), (OffByOne, SELECTION_FAULTS[OffByOne])):

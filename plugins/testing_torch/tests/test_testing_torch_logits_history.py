@@ -75,6 +75,7 @@ class CountsThePrompt(NoTokenTwice):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [ForgetsOnResuming, DoesNotListen, HearsTheFirstSlotOnly, CountsThePrompt])
 def test_a_forgetful_processor_fails(mutant: type[LogitsProcessor]) -> None:
     class Mutated(HistorySuite):

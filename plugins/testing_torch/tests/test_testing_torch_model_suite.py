@@ -301,6 +301,7 @@ def suite_of(create: Callable[[ModelContext], Any]) -> type[ModelSuite]:
     return Mutated
 
 
+@pytest.mark.slow
 def test_the_surface_by_itself_changes_nothing() -> None:
     assert run_suite(suite_of(Changed)).failed == {}
 
