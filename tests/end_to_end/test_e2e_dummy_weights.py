@@ -16,7 +16,7 @@ from hardpoint.config import AppConfig, EngineConfig
 from hardpoint.errors import ConfigError, UnsupportedModelError
 from hardpoint.interfaces import Feature, PositionLogprobs
 from hardpoint_testing_torch import ParityCase, write_tiny_tokenizer
-from hardpoint_testing_torch.tiny_models import TINY_SIZES, forget_foreign_tokens
+from hardpoint_testing_torch.tiny_models import forget_foreign_tokens, tiny_fields
 from model_cases import CASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,11 +28,11 @@ PROMPT = Prompt(token_ids=[3, 1, 4, 1, 5, 9, 2, 6])
 
 def write_config(case: ParityCase, folder: Path) -> Path:
     """``config.json`` and a tokenizer, and nothing else."""
-    config = getattr(transformers, case.architecture).config_class(**{**TINY_SIZES, **case.config})
+    config = getattr(transformers, case.architecture).config_class(**tiny_fields(case.config))
     config.architectures = [case.architecture]
     forget_foreign_tokens(config)
     config.save_pretrained(folder)
-    write_tiny_tokenizer(folder, config.vocab_size)
+    write_tiny_tokenizer(folder, config.get_text_config().vocab_size)
     return folder
 
 

@@ -13,7 +13,7 @@ import transformers
 from hardpoint.testing.doctor_device import described_on, parse_device
 from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_testing_torch import ParityCase, worker_config
-from hardpoint_testing_torch.tiny_models import TINY_SIZES, model_info
+from hardpoint_testing_torch.tiny_models import model_info, tiny_fields
 from hardpoint_testing_torch.worker_world import installed_plugins
 from hardpoint_torch_runtime import LayerToolkit
 from hardpoint_torch_runtime.attention_needs import attention_need, bare_need, describe_need, layer_needs
@@ -33,7 +33,7 @@ def test_layers_without_memory_ask_for_the_same(
     """R5.5, R5.16: of every architecture there is, on a device that is not there."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     model_class: Any = getattr(transformers, case.architecture)
-    hf_config = model_class.config_class(**{**TINY_SIZES, **case.config})
+    hf_config = model_class.config_class(**tiny_fields(case.config))
     hf_config.architectures = [case.architecture]
     (tmp_path / "config.json").write_text(json.dumps(hf_config.to_dict(), default=str), encoding="utf-8")
     config = worker_config(model_info(tmp_path, case.architecture))

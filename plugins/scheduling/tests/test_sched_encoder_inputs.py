@@ -323,12 +323,17 @@ def test_items_no_step_could_take_are_refused_at_once(chunked: bool, refused: bo
     assert (both is not None) == refused
 
 
-def test_without_a_budget_items_are_the_workers_own_affair() -> None:
-    loop = make_loop(max_num_batched_tokens=64)
-    loop.scheduler.add(request("a", prompt(12), features=(image(0, 9),)))
+def test_without_a_budget_items_are_planned_from_the_first_one_on() -> None:
+    loop = make_loop(max_num_batched_tokens=8, max_model_len=64)
+    loop.scheduler.add(request("text", prompt(12, 60)))
+    loop.step()
+    assert loop.scheduler._state.encoder is None
+    loop.scheduler.add(request("a", prompt(30), features=(image(0, 29),)))
     step = loop.step()
-    assert step.extensions == {}
+    assert encoded(step) == [(1, 0)]
     assert len(step.new_rows[0].features) == 1
+    assert planner(loop).cache.capacity == 64
+    loop.run()
 
 
 def test_the_name_of_the_struct_is_reserved() -> None:

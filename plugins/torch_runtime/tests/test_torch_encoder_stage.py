@@ -13,7 +13,8 @@ import torch
 from hardpoint.interfaces.request import Feature
 from hardpoint.interfaces.scheduler import ENCODER_INPUTS, EncoderInputs
 from hardpoint.interfaces.step import NewRow, SchedulerOutput
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, EncoderStage, refuse_inputs
+from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderStage, refuse_inputs
 from hardpoint_torch_runtime.runner.input_batch import ForeignTokens, InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.slot_state import SlotState
 

@@ -44,7 +44,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         adaptive_prefill_threshold: raises that cap to an equal share of the batch when that is more.
         watermark: the fraction of blocks that admission leaves free.
         num_pipeline_stages: steps between two decodes of one request while several steps are under way.
-        encoder_budget: embeddings that media encoders compute per step (0: the scheduler does not plan encoders).
+        encoder_budget: embeddings that media encoders compute per step (0: as many as the scheduler sees fit).
         encoder_cache_size: embeddings of encoder outputs that the workers keep.
         prefill_interval: prefills go on in every such step only, at the same time in all data-parallel engines.
     """

@@ -67,6 +67,8 @@ class DecoderStack(LayerStack):
         blocks: list[StandardBlock] = []
         for index, (layer, turned_by) in zip(self.layers, self._in_order, strict=True):
             rotary = None if turned_by is None else self._rotaries[turned_by]
+            if rotary is not None and rotary.axes is not None:
+                return NotStandard(f"tokens have positions along several axes in layer {index}")
             if not isinstance(layer, DecoderLayer):
                 return NotStandard(f"layer {index} is a {type(layer).__name__}")
             block = layer.describe(f"model.layers.{index}", rotary)

@@ -6,7 +6,7 @@ Positions of images of any shape after Dehghani et al. 2023 (Patch n' Pack), sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -126,16 +126,29 @@ class VisionTower(torch.nn.Module):
 
     def forward(self, pixels: torch.Tensor, patches: torch.Tensor | None = None) -> torch.Tensor:
         """``patches``: bool [N, h, w], those that are no padding; None: all are real."""
-        hidden, real = self._embed(pixels, patches), None
+        hidden, real = self._enter(pixels, patches), None
         if patches is not None and not bool(patches.all()):
             real = patches.flatten(1)[:, None, None, :]
             if self.class_token is not None:
                 real = F.pad(real, (1, 0), value=True)
-        if self.input_norm is not None:
-            hidden = self.input_norm(hidden)
         for layer in self.layers:
             hidden = layer(hidden, real)
         return hidden if self.output_norm is None else self.output_norm(hidden)
+
+    def states(self, pixels: torch.Tensor, depths: Sequence[int]) -> list[torch.Tensor]:
+        """Of whole images, hidden states behind so many layers, for each of ``depths``, without the norm at the end."""
+        hidden = self._enter(pixels, None)
+        found = {0: hidden}
+        for depth, layer in enumerate(self.layers, start=1):
+            hidden = layer(hidden, None)
+            if depth in depths:
+                found[depth] = hidden
+        return [found[depth] for depth in depths]
+
+    def _enter(self, pixels: torch.Tensor, patches: torch.Tensor | None) -> torch.Tensor:
+        """What the first layer sees."""
+        hidden = self._embed(pixels, patches)
+        return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def _embed(self, pixels: torch.Tensor, patches: torch.Tensor | None) -> torch.Tensor:
         hidden = self.patches(pixels)

@@ -14,7 +14,7 @@ import transformers
 
 from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.parity_case import MODES, ParityCase
-from hardpoint_testing_torch.tiny_models import TINY_SIZES
+from hardpoint_testing_torch.tiny_models import tiny_fields
 
 __all__ = ["main"]
 
@@ -55,7 +55,7 @@ def _fault(architecture: str, config: dict[str, Any]) -> str | None:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         return f"transformers {transformers.__version__} has no model class {architecture!r}{hint}"
     try:
-        model_class.config_class(**{**TINY_SIZES, **config})
+        model_class.config_class(**tiny_fields(config))
     except Exception as error:  # Its own kinds, which differ with its version.
         return f"{architecture} does not take these sizes, set others with --config: {error}"
     return None

@@ -25,13 +25,14 @@ import transformers
 
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.interfaces import Feature, PositionLogprobs, RequestOutput
+from hardpoint_testing_torch.drawn_media import MediaDrawer, media_drawer
 from hardpoint_testing_torch.encoder_parity import EncoderParity, PooledDecoderParity
 from hardpoint_testing_torch.parity import TIE_GAP
 from hardpoint_testing_torch.parity_case import MAX_BFLOAT16_ERROR, MODES, TENSOR_PARALLEL, EngineParity, ParityCase
 from hardpoint_testing_torch.parity_report import MAX_RELATIVE_ERROR, ModeResult, ParityReport
 from hardpoint_testing_torch.tiny_models import TinyModel
 
-__all__ = ["EncoderDecoderParity", "GenerationParity", "run_parity"]
+__all__ = ["EncoderDecoderParity", "GenerationParity", "VisionLanguageParity", "run_parity"]
 
 NUM_TOKENS = 64
 CHUNKS = (1, 3, 4, 17)
@@ -194,6 +195,28 @@ class EncoderDecoderParity(GenerationParity):
         return "token_ids", draw.integers(0, config.vocab_size, length, dtype=np.int32), length
 
 
+class VisionLanguageParity(GenerationParity):
+    """Decoders that see images: wherever a prompt has room for one, there are images in it."""
+
+    def _prompts(self, *lengths: int) -> list[list[int]]:
+        return [self._drawer.place(prompt, self._random) for prompt in super()._prompts(*lengths)]
+
+    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+        return Prompt(token_ids=list(tokens), features=tuple(item.feature() for item in self._drawer.shown(tokens)))
+
+    @torch.inference_mode()
+    def _expected(self, tiny: TinyModel, tokens: list[int], num_prompt: int) -> torch.Tensor:
+        given = self._drawer.oracle_inputs(self._drawer.shown(tokens[:num_prompt]), len(tokens))
+        return tiny.oracle(torch.tensor([tokens]), **given).logits[0].float()
+
+    @property
+    def _drawer(self) -> MediaDrawer:
+        drawer = media_drawer(self._tiny.oracle.config)
+        if drawer is None:
+            raise TypeError(f"nobody draws images for {self.case.architecture}")
+        return drawer
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """``rows`` are positions whose log-probabilities ``values`` [rows, vocabulary] the engine reported."""
@@ -252,6 +275,8 @@ def _parity_of(oracle: Any) -> type[EngineParity]:
     fields = getattr(oracle.config_class, "__dataclass_fields__", {})
     if not oracle.can_generate():
         return PooledDecoderParity if "num_key_value_heads" in fields else EncoderParity
+    if media_drawer(oracle.config_class()) is not None:
+        return VisionLanguageParity
     return EncoderDecoderParity if oracle.config_class().is_encoder_decoder else GenerationParity
 
 

@@ -11,7 +11,7 @@ import torch
 from hardpoint.interfaces.attention import CommonAttentionMetadata
 from hardpoint.interfaces.model import Model
 from hardpoint_testing_torch.tiny_models import ENCODER_TOKENS
-from hardpoint_torch_runtime import EncoderModel
+from hardpoint_torch_runtime import EncoderModel, MediaModel
 
 __all__ = ["EncodedInputs", "LocalEncoder"]
 
@@ -28,7 +28,9 @@ class LocalEncoder:
     """Gives every new sequence the example input of the model's encoder."""
 
     def __init__(self, model: Model, block_size: int, take_block: Callable[[], int]) -> None:
-        self._model = model if isinstance(model, EncoderModel) else None
+        self._model: EncoderModel | None = None
+        if isinstance(model, EncoderModel) and not isinstance(model, MediaModel):
+            self._model = model
         self._block_size = block_size
         self._take = take_block
 

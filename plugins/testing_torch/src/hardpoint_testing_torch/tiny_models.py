@@ -22,6 +22,7 @@ __all__ = [
     "forget_foreign_tokens",
     "make_tiny_model",
     "model_info",
+    "tiny_fields",
 ]
 
 TINY_SIZES: Mapping[str, Any] = {
@@ -35,6 +36,9 @@ TINY_SIZES: Mapping[str, Any] = {
 }
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Where configurations say how long sequences may be. Those of models that only recur say nothing."""
+
+PLACEHOLDER_FIELDS = ("image_token_id", "image_token_index", "video_token_id")
+"""Where configurations name the tokens that stand for media."""
 
 ENCODER_TOKENS = 11
 """Length of the inputs that encoders are compared with where nobody gives any."""
@@ -127,7 +131,7 @@ def make_tiny_model(
     forgotten one shows.
     """
     model_class = getattr(transformers, architecture)
-    hf_config = model_class.config_class(**{**TINY_SIZES, **config})
+    hf_config = model_class.config_class(**tiny_fields(config))
     hf_config.architectures = [architecture]
     forget_foreign_tokens(hf_config)
     torch.manual_seed(seed)
@@ -143,18 +147,34 @@ def make_tiny_model(
             else:
                 parameter.copy_(1 + noise * 0.2)
             parameter.copy_(parameter.to(dtype).float())
+        _never_say_placeholders(oracle)
     # A copy is narrowed: the oracle's own tables (rotary frequencies) must keep float32.
     copy.deepcopy(oracle).to(dtype).save_pretrained(folder)
     tasks = ("generate",) if model_class.can_generate() else ("embed",)
     return TinyModel(oracle, folder, model_info(folder, architecture, tasks))
 
 
+def tiny_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a tiny model; where it has a language model among others, the sizes are that one's."""
+    text = config.get("text_config")
+    return {**TINY_SIZES, **config} if text is None else {**config, "text_config": {**TINY_SIZES, **text}}
+
+
+def _never_say_placeholders(oracle: Any) -> None:
+    """No answer holds the placeholder of an image, which would ask for one more."""
+    tokens = {getattr(oracle.config, name, None) for name in PLACEHOLDER_FIELDS}
+    for token in tokens - {None}:
+        oracle.get_output_embeddings().weight[token] = 0.0
+
+
 def forget_foreign_tokens(hf_config: Any) -> None:
     """Some families number their special tokens by the vocabulary that they were published with."""
-    for role in ("pad", "bos", "eos", "cls", "sep"):
-        token = getattr(hf_config, f"{role}_token_id", None)
-        if isinstance(token, int) and token >= hf_config.get_text_config().vocab_size:
-            setattr(hf_config, f"{role}_token_id", None)
+    text = hf_config.get_text_config()
+    for config in (hf_config, text):
+        for role in ("pad", "bos", "eos", "cls", "sep"):
+            token = getattr(config, f"{role}_token_id", None)
+            if isinstance(token, int) and token >= text.vocab_size:
+                setattr(config, f"{role}_token_id", None)
 
 
 def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,13 +187,14 @@ def _stored_values(oracle: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def model_info(folder: Path, architecture: str, tasks: tuple[str, ...] = ("generate",)) -> ModelInfo:
     """What a loader would say about a saved folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
     files = tuple(sorted(path.name for path in folder.iterdir()))
     return ModelInfo(
         artifact=ModelArtifact(name=folder.name, root=str(folder), files=files, source="local"),
         architecture=architecture,
         config=config,
-        max_position=next(filter(None, map(config.get, POSITION_FIELDS)), TINY_SIZES["max_position_embeddings"]),
-        vocab_size=config["vocab_size"],
+        max_position=next(filter(None, map(text.get, POSITION_FIELDS)), TINY_SIZES["max_position_embeddings"]),
+        vocab_size=text["vocab_size"],
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         loader="safetensors",
         tasks=tasks,

@@ -12,8 +12,9 @@ from hardpoint_torch_runtime.forward_scope import ForwardScopes, StaticContext
 from hardpoint_torch_runtime.layers import LayerToolkit
 from hardpoint_torch_runtime.runner.assembly import RunnerParts
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel
+from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension
+from hardpoint_torch_runtime.runner.media_stage import MediaModel
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions
 from hardpoint_torch_runtime.runner.streams import CopyStream, DeviceEvent, DeviceStreams, StreamPlatform
 from hardpoint_torch_runtime.weights import WeightReport, load_weights
@@ -31,6 +32,7 @@ __all__ = [
     "ForwardScopes",
     "GraphMode",
     "LayerToolkit",
+    "MediaModel",
     "RunnerExtension",
     "RunnerParts",
     "StaticContext",

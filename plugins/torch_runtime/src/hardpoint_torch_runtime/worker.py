@@ -38,7 +38,7 @@ from hardpoint_torch_runtime.runner.assembly import RunnerParts, assemble_runner
 from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.buffers import is_host_memory
 from hardpoint_torch_runtime.runner.capture import capture_shapes
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, refuse_inputs
+from hardpoint_torch_runtime.runner.feature_checks import refuse_features
 from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
 from hardpoint_torch_runtime.runner.pooling_plan import PoolingOptions, PoolingPlan, check_options
@@ -383,12 +383,8 @@ def refuse_row(row: NewRow, tasks: Sequence[str] = ("generate", "embed"), model:
     reason."""
     if row.task not in tasks:
         return f"the task {row.task!r} is not served: this model serves {', '.join(tasks) or 'nothing'}"
-    if isinstance(model, EncoderModel):
-        reason = refuse_inputs(model, row.features)
-        if reason is not None:
-            return reason
-    elif row.features:
-        return f"this model takes no {row.features[0].modality} input"
+    if (reason := refuse_features(model, row)) is not None:
+        return reason
     if row.adapter is not None:
         return f"the adapter {row.adapter.name!r} cannot be used: this worker runs without adapters"
     return None

@@ -23,6 +23,8 @@ class Intake:
         self._check_one_step(record)
         if record.request_id in state.live or state.kv.holds(record.request_id):
             raise ValueError(f"request {record.request_id} is already live or still holds blocks")
+        if record.features:
+            state.expect_media()
         refusal = self._refusal(record)
         if refusal is not None:
             return refusal

@@ -95,6 +95,13 @@ class SchedulerState:
             budget = room = max(longest, limits.max_num_batched_tokens)
         return EncoderPlanner(budget, room, limits.max_num_seqs) if budget else None
 
+    def expect_media(self) -> None:
+        """A request brings items for encoders. Without limits these get as much as a step has tokens, or the longest
+        prompt: an item has no more embeddings than its prompt has positions, so none is too large."""
+        if self.encoder is None:
+            most = max(self.limits.max_model_len, self.limits.max_num_batched_tokens)
+            self.encoder = EncoderPlanner(most, most, self.limits.max_num_seqs)
+
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.skipped) + len(self.loads.under_way)

@@ -15,11 +15,17 @@ __all__ = ["ACTIVATIONS", "Activation", "ClampedSwiGLU", "GeluTanhAndMul", "Silu
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
+
+def _quick_gelu(states: torch.Tensor) -> torch.Tensor:
+    return states * torch.sigmoid(1.702 * states)
+
+
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "silu": F.silu,
 }

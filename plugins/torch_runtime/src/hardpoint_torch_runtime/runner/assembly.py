@@ -17,12 +17,14 @@ from hardpoint_torch_runtime.runner.batch_state import BatchState, RowRefusal
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens
 from hardpoint_torch_runtime.runner.draft_debt import DraftDebt
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer, OwnDrafts
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, EncoderStage
+from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderStage
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
 from hardpoint_torch_runtime.runner.flags import ExpertExchange, RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.media_stage import MediaModel, MediaStage
 from hardpoint_torch_runtime.runner.pooling import SlotPooling
 from hardpoint_torch_runtime.runner.pooling_plan import PoolingPlan
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
@@ -69,8 +71,10 @@ def _axes(config: WorkerConfig, model: Model, device: torch.device) -> PositionA
     return PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
 
 
-def _encoder(model: Model, slots: SlotState, device: torch.device) -> EncoderStage | None:
-    """Only for models with an encoder whose output their decoder attends to."""
+def _encoder(model: Model, slots: SlotState, device: torch.device) -> EncoderStage | MediaStage | None:
+    """Only for models with an encoder: its output is attended to, or stands among the tokens."""
+    if isinstance(model, MediaModel):
+        return MediaStage(model, slots.num_slots)
     return EncoderStage(model, slots, device) if isinstance(model, EncoderModel) else None
 
 
@@ -129,7 +133,7 @@ def assemble_runner(
     encoder = _encoder(model, slots, device)
     by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, encoder)
     flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
-    embeddings = PromptEmbeddings()
+    embeddings = PromptEmbeddings(encoder if isinstance(encoder, MediaStage) else None)
     state = BatchState(
         slots,
         sampling,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
@@ -179,11 +180,13 @@ class BatchState:
         self.slots.enter(row)
         self.sampling.enter(row)
         self.embeddings.enter(row)
+        reason = self._refuse(row) if self._refuse is not None else None
+        # What is at fault with a refused row may be its features, so that no part sees them.
+        known = row if reason is None or not row.features else msgspec.structs.replace(row, features=())
         for part in self._parts:
-            part.enter(row)
+            part.enter(known)
         for processor in self._processors:
             processor.add(row)
-        reason = self._refuse(row) if self._refuse is not None else None
         if reason is not None:
             self.refused[row.slot] = reason
 

@@ -20,7 +20,7 @@ from hardpoint_torch_runtime.runner.buffers import StagedBuffer
 from hardpoint_torch_runtime.runner.device_tokens import DeviceTokens, RowSpans
 from hardpoint_torch_runtime.runner.slot_state import BlockTable, SlotState
 
-__all__ = ["UNWRITTEN_SLOT", "ForeignTokens", "InputBatch", "InputBuilder"]
+__all__ = ["UNWRITTEN_SLOT", "ForeignTokens", "InputBatch", "InputBuilder", "PlacedRows"]
 
 UNWRITTEN_SLOT = -1
 """Slot mapping entry of padding: cache writes skip it (R4.53)."""
@@ -45,6 +45,14 @@ class ForeignTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """``rows`` [n, C] in the place of the embeddings of the step's tokens from ``start`` on."""
+
+    start: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
     """One step's inputs. Tensors are views of persistent buffers, valid until the next build.
 
@@ -63,6 +71,7 @@ class InputBatch:
         lengths_are_exact: False when what the host has of positions and lengths are upper bounds.
         foreign: what rows attend to beside their own tokens, in models with an encoder.
         prompt_lens: int32 [R'], with its host array, where layers ask for them; 0 beyond R.
+        media: what encoders made of items whose placeholders are among the tokens.
     """
 
     num_rows: int
@@ -89,6 +98,7 @@ class InputBatch:
     prompt_lens: torch.Tensor | None = None
     prompt_lens_cpu: np.ndarray | None = None
     foreign: ForeignTokens | None = None
+    media: tuple[PlacedRows, ...] = ()
 
 
 class InputBuilder:

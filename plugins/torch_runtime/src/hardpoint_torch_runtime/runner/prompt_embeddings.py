@@ -1,4 +1,4 @@
-"""Prompts given as embeddings instead of token ids, by slot."""
+"""What the model sees in the place of token embeddings: prompts given as embeddings, by slot, and encoded media."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from hardpoint.interfaces.step import NewRow
 if TYPE_CHECKING:
     from hardpoint.interfaces.model import Model
     from hardpoint_torch_runtime.runner.input_batch import InputBatch
+    from hardpoint_torch_runtime.runner.media_stage import MediaStage
 
 __all__ = ["PromptEmbeddings"]
 
 
 class PromptEmbeddings:
-    """Empty for ordinary requests, and then free of cost."""
+    """Empty for ordinary requests, and then free of cost. ``media``: where the model takes any."""
 
-    def __init__(self) -> None:
+    def __init__(self, media: MediaStage | None = None) -> None:
         self._by_slot: dict[int, np.ndarray] = {}
+        self._media = media
 
     def enter(self, row: NewRow) -> None:
         self.drop(row.slot)
@@ -32,7 +34,10 @@ class PromptEmbeddings:
         self._by_slot.pop(slot, None)
 
     def any_wanted(self, slots: Int32Array, num_computed: Int32Array) -> bool:
-        """Whether a row that has computed ``num_computed`` tokens goes on within embeddings of its own."""
+        """Whether a row that has computed ``num_computed`` tokens goes on within embeddings of its own, or has media
+        ahead."""
+        if self._media is not None and self._media.any_ahead(slots, num_computed):
+            return True
         if not self._by_slot:
             return False
         rows = zip(slots.tolist(), num_computed.tolist(), strict=True)
@@ -40,8 +45,16 @@ class PromptEmbeddings:
 
     def for_batch(self, batch: InputBatch, model: Model) -> torch.Tensor | None:
         """Embeddings [T', C] of the whole batch when any of its rows brings its own, else None."""
-        if not self._by_slot:
-            return None
+        embedded = self._given(batch, model) if self._by_slot else None
+        if not batch.media:
+            return embedded
+        if embedded is None:
+            embedded = model.embed(batch.token_ids).clone()
+        for piece in batch.media:
+            embedded[piece.start : piece.start + len(piece.rows)] = piece.rows.to(embedded.dtype)
+        return embedded
+
+    def _given(self, batch: InputBatch, model: Model) -> torch.Tensor | None:
         embedded: torch.Tensor | None = None
         for row, slot in enumerate(batch.slots.tolist()):
             given = self._by_slot.get(slot)

@@ -15,12 +15,14 @@ from hardpoint_torch_runtime.runner.attention_groups import AttentionGroups
 from hardpoint_torch_runtime.runner.batch_state import AppliedStep, BatchState
 from hardpoint_torch_runtime.runner.deferred import Deferral, ForwardProducts
 from hardpoint_torch_runtime.runner.draft_verification import DraftProposer
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel, EncoderStage
+from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
+from hardpoint_torch_runtime.runner.encoder_stage import EncoderStage
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension
 from hardpoint_torch_runtime.runner.flags import RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.media_stage import MediaStage
 from hardpoint_torch_runtime.runner.pooling import PooledRows, SlotPooling
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
 from hardpoint_torch_runtime.runner.prompt_logprobs import prompt_logprobs
@@ -59,7 +61,7 @@ class ModelRunner:
         proposer: DraftProposer | None = None,
         extensions: Sequence[RunnerExtension] = (),
         device: DeviceResidence | None = None,
-        encoder: EncoderStage | None = None,
+        encoder: EncoderStage | MediaStage | None = None,
     ) -> None:
         self.model = model
         self.groups = groups
@@ -168,6 +170,7 @@ def profile_forward(
         positions = positions.expand(model.num_position_axes, num_tokens)
     encoded = None
     if isinstance(model, EncoderModel):
+        # What stands among the tokens is held as well while the rest is computed.
         encoded = torch.cat(list(model.encode([model.example_input(num_tokens)])))
     context = ForwardContext(
         attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens, encoder_hidden=encoded

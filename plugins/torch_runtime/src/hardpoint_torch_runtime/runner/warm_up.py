@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from hardpoint.interfaces.kv_cache import NULL_BLOCK_ID
-from hardpoint.interfaces.request import Int32Array, PoolingParams, SamplingParams
+from hardpoint.interfaces.request import Feature, Int32Array, PoolingParams, SamplingParams
 from hardpoint.interfaces.step import BlockUpdate, NewRow, SchedulerOutput
-from hardpoint_torch_runtime.runner.encoder_stage import EncoderModel
+from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
+from hardpoint_torch_runtime.runner.media_stage import MediaModel
 from hardpoint_torch_runtime.runner.runner import ModelRunner
 
 __all__ = ["run_warm_up"]
@@ -58,6 +59,10 @@ def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingPara
         for length, size in zip(lengths, runner.groups.block_sizes, strict=True)
     )
     model = runner.model
+    features: tuple[Feature, ...] = ()
+    # A decoder that sees media among its tokens computes text without any.
+    if isinstance(model, EncoderModel) and not isinstance(model, MediaModel):
+        features = (model.example_input(num_tokens),)
     return NewRow(
         request_id=f"warm-up-{slot}",
         slot=slot,
@@ -66,7 +71,7 @@ def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingPara
         num_prompt_tokens=num_tokens,
         block_ids=blocks,
         sampling=sampling,
-        features=(model.example_input(num_tokens),) if isinstance(model, EncoderModel) else (),
+        features=features,
     )
 
 
