@@ -29,7 +29,7 @@ class LocalEncoder:
 
     def __init__(self, model: Model, block_size: int, take_block: Callable[[], int]) -> None:
         self._model: EncoderModel | None = None
-        if isinstance(model, EncoderModel) and not isinstance(model, MediaModel):
+        if not isinstance(model, MediaModel) and isinstance(model, EncoderModel):
             self._model = model
         self._block_size = block_size
         self._take = take_block

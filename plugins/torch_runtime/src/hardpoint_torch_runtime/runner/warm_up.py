@@ -61,7 +61,7 @@ def _row(runner: ModelRunner, slot: int, num_tokens: int, sampling: SamplingPara
     model = runner.model
     features: tuple[Feature, ...] = ()
     # A decoder that sees media among its tokens computes text without any.
-    if isinstance(model, EncoderModel) and not isinstance(model, MediaModel):
+    if not isinstance(model, MediaModel) and isinstance(model, EncoderModel):
         features = (model.example_input(num_tokens),)
     return NewRow(
         request_id=f"warm-up-{slot}",
