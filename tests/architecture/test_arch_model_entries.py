@@ -3,47 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from pathlib import Path
 
-from import_rules import imports_of, module_name
-from workspace import ROOT
+from model_sizes import LIBRARY, NUM_SMALLEST, PACKAGE, entries, own_modules, path_of, sizes
 
-SOURCE = ROOT / "plugins/models/src"
-PACKAGE = "hardpoint_models"
-LIBRARY = {
-    f"{PACKAGE}.{name}"
-    for name in (
-        "building", "causal", "config_fields", "decoder", "decoder_attention", "decoder_config", "decoder_layers",
-        "layer_kinds",
-    )
-}  # fmt: skip
-"""What architectures are made of, whichever they are."""
-NUM_SMALLEST, MAX_LINES = 5, 120
-
-
-def entries() -> dict[str, str]:
-    """Architecture to the module of its factory."""
-    points = entry_points(group="hardpoint.model.v1")
-    return {point.name: point.module for point in points if point.module.split(".")[0] == PACKAGE}
-
-
-def path_of(module: str) -> Path:
-    return SOURCE / f"{module.replace('.', '/')}.py"
-
-
-def own_modules(module: str, others: set[str]) -> set[str]:
-    """The module with those that it brings along: neither the library nor where other architectures live."""
-    found, waiting = set(), [module]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        path = path_of(name)
-        source = path.read_text(encoding="utf-8")
-        imported = {one.module for one in imports_of(source, module_name(path, SOURCE), False)}
-        waiting += [one for one in imported if one.startswith(f"{PACKAGE}.") and one not in LIBRARY | others]
-    return found
+MAX_LINES = 120
 
 
 def test_the_library_is_what_it_is_taken_for() -> None:
@@ -51,12 +14,23 @@ def test_the_library_is_what_it_is_taken_for() -> None:
     assert LIBRARY.isdisjoint(entries().values())
 
 
+def test_the_project_file_names_what_is_installed() -> None:
+    points = entry_points(group="hardpoint.model.v1")
+    assert {point.name: point.module for point in points if point.module.split(".")[0] == PACKAGE} == entries()
+
+
 def test_the_smallest_architectures_take_few_lines() -> None:
-    homes = set(entries().values())
-    lines = {
-        home: sum(len(path_of(one).read_text(encoding="utf-8").splitlines()) for one in own_modules(home, homes))
-        for home in homes
-    }
-    smallest = sorted(lines.items(), key=lambda item: item[1])[:NUM_SMALLEST]
+    smallest = sizes()[:NUM_SMALLEST]
     assert len(smallest) == NUM_SMALLEST
-    assert [(home, count) for home, count in smallest if count >= MAX_LINES] == []
+    assert [size for size in smallest if size.num_lines >= MAX_LINES] == []
+
+
+def test_lines_are_counted_with_what_a_file_brings_along() -> None:
+    """A file that leans on one of its own has the lines of both, and none of a neighbor's."""
+    by_home = {size.home: size for size in sizes()}
+    assert sum(len(size.architectures) for size in by_home.values()) == len(entries())
+    for home, size in by_home.items():
+        names = {home, *(f"{PACKAGE}.{name}" for name in size.brought)}
+        assert names == own_modules(home, set(by_home))
+        assert size.num_lines == sum(path_of(name).read_bytes().count(b"\n") for name in names)
+        assert names.isdisjoint(LIBRARY | by_home.keys() - {home})

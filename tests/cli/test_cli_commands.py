@@ -11,7 +11,7 @@ import pytest
 
 from cli_support import CommandLine, run_process
 
-COMMANDS = ["bench", "chat", "generate", "plugins", "serve"]
+COMMANDS = ["bench", "chat", "generate", "models", "plugins", "serve"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

@@ -1,4 +1,4 @@
-"""The table of ``docs/models/parity.md``: every architecture is on it, and a run now comes to the same verdicts."""
+"""The table of ``docs/models.md``: every architecture is on it, and a run now comes to the same verdicts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_page_reads_as_it_was_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     made = report(prefill=3e-6, chunk=2.0, decode=0.0, batch=math.inf, bfloat16=0.02)
     path = ROOT.__class__(str(tmp_path)) / "page.md"
     path.write_text(page([made]), encoding="utf-8")
-    monkeypatch.setattr("generate_models_table.PAGE", path)
+    monkeypatch.setattr("models_page.PAGE", path)
     assert read_page() == rows_of([made])
     assert differences([made]) == []
     assert "- prefix, preempt, TP2 of GhostForCausalLM: for no reason" in path.read_text(encoding="utf-8")

@@ -20,6 +20,8 @@ from attention_rules import BOOK as ATTENTION_RULES
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
+from model_sizes import architectures_page
+from models_page import FACTS, packaged_facts
 from plugin_reference import plugin_reference
 from plugin_rules import BOOK as PLUGIN_RULES
 from runner_rules import BOOK as RUNNER_RULES
@@ -232,7 +234,15 @@ Plugins that are not listed here have no options. What holds for the whole engin
 [setting](configuration.md) instead.
 """
 
+
+def architectures() -> str:
+    """``docs/models/architectures.md`` from the plugins of models."""
+    return architectures_page(_NOTE)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/models/architectures.md": architectures,
+    FACTS: packaged_facts,
     "docs/reference/configuration.md": configuration,
     "docs/reference/plugin-kinds.md": plugin_kinds,
     "docs/reference/plugin-options.md": plugin_options,

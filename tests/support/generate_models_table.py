@@ -1,24 +1,27 @@
-"""``docs/models/parity.md``: what comes of comparing each architecture with ``transformers``, from an actual run.
+"""``docs/models.md``: what comes of comparing each architecture with ``transformers``, from an actual run.
 
-python tests/support/generate_models_table.py           run all cases and say what differs from the page
-python tests/support/generate_models_table.py --write   write the page
+python tests/support/generate_models_table.py                     run all cases and say what differs from the page
+python tests/support/generate_models_table.py --write             write the page
+python tests/support/generate_models_table.py --write ARCH ...    run these architectures, and keep the other rows
+
+Afterwards ``python tests/support/generate_docs.py --write`` puts what the page says into the packages.
 """
 
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import transformers
 
-from hardpoint_testing_torch import MODES, ModeResult, ParityCase, ParityReport, Verdict, run_parity
+import models_page
+from hardpoint_testing_torch import MODES, ParityCase, ParityReport, run_parity
 from model_cases import CASES
-from workspace import ROOT, plugin_distributions
+from models_page import PAGE, REAL_WEIGHTS, Cell, RealWeights, page_of, read_page, read_reasons, reasons_of, rows_of
+from workspace import plugin_distributions
 
 __all__ = [
     "PAGE",
@@ -26,89 +29,13 @@ __all__ = [
     "Cell",
     "RealWeights",
     "differences",
+    "merged_page",
     "model_architectures",
     "page",
     "read_page",
+    "rows_of",
     "run_cases",
 ]
-
-PAGE = ROOT / "docs/models/parity.md"
-HEADINGS: Mapping[str, str] = {"tp2": "TP2"}
-_CELL = re.compile(r"(?P<verdict>ok|over limit|not run)(?: 1e(?P<magnitude>-?\d+))?")
-_NEAR = 1
-"""Powers of ten by which an error may differ from that on the page: other processors round in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What the page says of one mode: ``magnitude`` is the power of ten that the error stays below."""
-
-    verdict: Verdict
-    magnitude: int | None = None
-
-    @classmethod
-    def of(cls, result: ModeResult) -> Cell:
-        return cls(result.verdict, result.magnitude)
-
-    @classmethod
-    def parse(cls, text: str) -> Cell:
-        """Raises ``ValueError`` for a text that no cell is written as."""
-        match = _CELL.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"{PAGE}: the cell {text!r} is not understood; write the page anew")
-        magnitude = match["magnitude"]
-        return cls(Verdict(match["verdict"]), None if magnitude is None else int(magnitude))
-
-    def __str__(self) -> str:
-        return str(self.verdict) if self.magnitude is None else f"{self.verdict} 1e{self.magnitude}"
-
-    def is_like(self, other: Cell) -> bool:
-        """Equal verdicts, and errors of about the same magnitude."""
-        if self.verdict is not other.verdict or (self.magnitude is None) != (other.magnitude is None):
-            return False
-        return self.magnitude is None or other.magnitude is None or abs(self.magnitude - other.magnitude) <= _NEAR
-
-
-Rows = Mapping[tuple[str, str], Mapping[str, Cell]]
-"""By architecture and configuration, the cell of each mode."""
-
-
-@dataclass(frozen=True, slots=True)
-class RealWeights:
-    """A model that everybody can get, with the test that compares it; ``test`` is ``path::name``."""
-
-    model: str
-    architecture: str
-    claim: str
-    test: str
-
-
-REAL_WEIGHTS = (
-    RealWeights(
-        "SmolLM2-135M-Instruct, Q4_1",
-        "LlamaForCausalLM",
-        "64 greedy tokens of twenty prompts, alone and in one batch, are those of `transformers` on the same file",
-        "tests/end_to_end/test_e2e_greedy_parity.py::test_prompts_alone_and_all_together_have_the_tokens_of_the_oracle",
-    ),
-    RealWeights(
-        "SmolLM2-135M-Instruct, Q4_1",
-        "LlamaForCausalLM",
-        "logits within 1e-4 of `transformers` on the same file",
-        "tests/parity/test_parity_model_families.py::test_the_demo_model_equals_hugging_face_on_the_same_gguf",
-    ),
-    RealWeights(
-        "Gemma 3 270M, Q4_K_M",
-        "Gemma3ForCausalLM",
-        "64 greedy tokens of four prompts, one longer than its window, are those of `transformers` on the same file",
-        "tests/parity/test_parity_gemma3.py::test_the_real_model_gives_the_tokens_of_transformers",
-    ),
-    RealWeights(
-        "all-MiniLM-L6-v2",
-        "BertModel",
-        "embeddings through the engine are those of `transformers`, to 1e-5 in cosine distance",
-        "tests/parity/test_parity_minilm.py::test_embeddings_through_the_engine",
-    ),
-)
 
 
 def model_architectures() -> list[str]:
@@ -137,27 +64,6 @@ def _run(case: ParityCase, modes: Sequence[str]) -> ParityReport:
         return run_parity(case, Path(folder), modes=modes)
 
 
-def rows_of(reports: Iterable[ParityReport]) -> Rows:
-    """Several reports of one case, in other modes, are one row."""
-    found: dict[tuple[str, str], dict[str, Cell]] = {}
-    for report in reports:
-        cells = {result.mode: Cell.of(result) for result in report.results}
-        found.setdefault((report.architecture, report.name), {}).update(cells)
-    return found
-
-
-def read_page() -> Rows:
-    """The first table of the page."""
-    found = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `"):
-            architecture, name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-            if len(cells) == len(MODES):
-                texts = zip(MODES, cells, strict=True)
-                found[architecture.strip("`"), name] = {mode: Cell.parse(text) for mode, text in texts}
-    return found
-
-
 def differences(reports: Iterable[ParityReport]) -> list[str]:
     """How the page differs from ``reports``, in a reader's words."""
     written, now = read_page(), rows_of(reports)
@@ -172,46 +78,29 @@ def differences(reports: Iterable[ParityReport]) -> list[str]:
 
 def page(reports: Sequence[ParityReport]) -> str:
     """The page of ``reports``."""
-    headings = ["architecture", "configuration", *(HEADINGS.get(mode, mode) for mode in MODES)]
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for (architecture, name), cells in rows_of(reports).items():
-        lines.append(f"| `{architecture}` | {name} | {' | '.join(str(cells[mode]) for mode in MODES)} |")
-    notes: dict[str, list[str]] = {}
-    for report in reports:
-        for result in report.results:
-            if result.verdict is Verdict.NOT_RUN:
-                told = notes.setdefault(f"of {report.architecture}: {result.note}", [])
-                told.append(HEADINGS.get(result.mode, result.mode))
-    reasons = [f"- {', '.join(dict.fromkeys(modes))} {why}" for why, modes in notes.items()]
-    weights = ["| model | architecture | what is compared | test |", "|---|---|---|---|"]
-    weights += [f"| {one.model} | `{one.architecture}` | {one.claim} | `{one.test}` |" for one in REAL_WEIGHTS]
-    parts = [_HEAD.strip(), "\n".join(lines), *(("Not run:", "\n".join(reasons)) if reasons else ()), _REAL.strip()]
-    return "\n\n".join([*parts, "\n".join(weights)]) + "\n"
+    return page_of(rows_of(reports), reasons_of(reports))
 
 
-_HEAD = """
-<!-- Written by tests/support/generate_models_table.py from tests/support/model_cases.py; run it with --write. -->
-
-# Architectures beside transformers
-
-Each row is a tiny model with random weights, computed by the whole engine and by `transformers`. A cell says whether
-the mode is within its limit, and the power of ten that the largest error stays below.
-[How to read it](index.md#how-to-read-the-table).
-"""
-
-_REAL = """
-## Real weights
-
-These are too large to be compared in every mode; the tests below compare them.
-"""
+def merged_page(reports: Sequence[ParityReport], cases: Sequence[ParityCase] = CASES) -> str:
+    """The page as it is, with what ``reports`` say of their architectures, in the order of ``cases``."""
+    anew = {report.architecture for report in reports}
+    order = list(dict.fromkeys(case.architecture for case in cases))
+    rows = {key: cells for key, cells in read_page().items() if key[0] not in anew} | dict(rows_of(reports))
+    reasons = {key: told for key, told in read_reasons().items() if key[0] not in anew} | dict(reasons_of(reports))
+    known = [(case.architecture, case.name) for case in cases]
+    placed = {key: rows[key] for key in known if key in rows}
+    return page_of(placed, dict(sorted(reasons.items(), key=lambda item: order.index(item[0][0]))))
 
 
 def main() -> None:
-    reports = run_cases()
+    chosen = {word for word in sys.argv[1:] if not word.startswith("--")}
+    if unknown := chosen - {case.architecture for case in CASES}:
+        sys.exit(f"no case of {', '.join(sorted(unknown))}; add it to tests/support/model_cases.py")
+    reports = run_cases([case for case in CASES if not chosen or case.architecture in chosen])
     print("\n".join(map(str, reports)))
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(page(reports), encoding="utf-8")
-    elif found := differences(reports):
+        models_page.PAGE.write_text(merged_page(reports) if chosen else page(reports), encoding="utf-8")
+    elif found := [line for line in differences(reports) if not chosen or line.split()[0] in chosen]:
         sys.exit("\n".join(["the page differs:", *found]))
 
 

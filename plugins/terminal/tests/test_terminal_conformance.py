@@ -22,3 +22,9 @@ class TestGenerate(CliCommandSuite):
 class TestChat(CliCommandSuite):
     plugin: ClassVar[str | None] = "chat"
     refused: ClassVar[tuple[tuple[str, ...], ...]] = ((UNKNOWN,), (UNKNOWN, "--max-tokens", "0"))
+
+
+class TestModels(CliCommandSuite):
+    plugin: ClassVar[str | None] = "models"
+    runs: ClassVar[tuple[tuple[str, ...], ...]] = (("list",), ("list", "--json"), ("list", "--task", "embed"))
+    refused: ClassVar[tuple[tuple[str, ...], ...]] = (("show", "NoSuchArchitecture"), ("show", ""))

@@ -21,6 +21,7 @@ from hardpoint_torch_runtime.layers import LayerToolkit
 
 __all__ = [
     "CAPABILITIES",
+    "JUDGES",
     "BertEncoder",
     "build_bert",
     "create_bert",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 CAPABILITIES = {"tasks": ["embed"], WHOLE_PROMPTS_CAPABILITY: True}
+JUDGES = {**CAPABILITIES, "tasks": ["embed", "classify"]}
+"""Of models with a head of labels."""
 
 
 class BertEmbeddings(EncoderEmbeddings):
@@ -207,14 +210,14 @@ def create_bert_masked_lm(ctx: ModelContext, options: NoOptions) -> Model:
     return build_bert(ctx, BertVariant())
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_bert_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertForSequenceClassification``: scores of a text, or of a pair as cross-encoders take it."""
     del options
     return build_bert(ctx, BertVariant(head="text"))
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_bert_token_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``BertForTokenClassification``: scores of each token."""
     del options

@@ -120,14 +120,14 @@ def _mpt_rules(is_tied: bool) -> tuple[WeightRule, ...]:
     return (head, *spelled(_PREFIXES, "blocks", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_bloom(ctx: ModelContext, options: NoOptions) -> Model:
     """``BloomForCausalLM``: what enters the first layer is normalized."""
     del options
     return build_classic(ctx, read_bloom)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_mpt(ctx: ModelContext, options: NoOptions) -> Model:
     """``MptForCausalLM``: no biases anywhere, queries, keys and values perhaps clipped."""
     del options

@@ -10,14 +10,14 @@ from hardpoint_models.deepseek_config import read_deepseek_v2, read_deepseek_v3
 __all__ = ["create_deepseek_v2", "create_deepseek_v3"]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_deepseek_v2(ctx: ModelContext, options: NoOptions) -> Model:
     """``DeepseekV2ForCausalLM``: experts by softmax, greedily from all of them or from the best groups."""
     del options
     return build_decoder(ctx, read_deepseek_v2)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_deepseek_v3(ctx: ModelContext, options: NoOptions) -> Model:
     """``DeepseekV3ForCausalLM``: experts by sigmoid with a stored correction. Layers that predict further tokens are
     left in the checkpoint."""

@@ -124,7 +124,7 @@ def _rules(is_tied: bool) -> tuple[WeightRule, ...]:
     return (head, *spelled(("transformer.", ""), "h", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_falcon(ctx: ModelContext, options: NoOptions) -> Model:
     """``FalconForCausalLM``: of all three generations, with one head of keys and values, a few, or all."""
     del options

@@ -10,7 +10,7 @@ from hardpoint_models.gemma3_config import read_gemma2
 __all__ = ["create_gemma2"]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gemma2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Gemma2ForCausalLM``: layers with a window and layers without one take turns."""
     del options

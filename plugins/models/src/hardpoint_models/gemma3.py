@@ -10,7 +10,7 @@ from hardpoint_models.gemma3_config import read_gemma3
 __all__ = ["create_gemma3"]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gemma3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Gemma3ForCausalLM``: five windowed layers to a full one, unless the configuration lists others."""
     del options

@@ -94,14 +94,14 @@ def _rules(is_tied: bool, *, transposed: bool) -> tuple[WeightRule, ...]:
     return (head, *spelled(_PREFIXES, "h", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gpt2(ctx: ModelContext, options: NoOptions) -> Model:
     """``GPT2LMHeadModel``: also models saved under that name."""
     del options
     return build_classic(ctx, read_gpt2)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gpt_bigcode(ctx: ModelContext, options: NoOptions) -> Model:
     """``GPTBigCodeForCausalLM``: one head of keys and values for all queries, unless the configuration disagrees."""
     del options

@@ -77,7 +77,7 @@ def _rules(is_tied: bool) -> tuple[WeightRule, ...]:
     return (*heads, *spelled(("gpt_neox.", ""), "layers", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gpt_neox(ctx: ModelContext, options: NoOptions) -> Model:
     """``GPTNeoXForCausalLM``: also Pythia, Dolly and others saved under that name."""
     del options

@@ -107,7 +107,7 @@ def _require_dense(fields: ConfigFields) -> None:
         )
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_gpt_oss(ctx: ModelContext, options: NoOptions) -> Model:
     """``GptOssForCausalLM``: attention sinks, alternating windows, experts with biases and clamped gates."""
     del options

@@ -46,14 +46,14 @@ def read_granite_moe(config: Mapping[str, Any], architecture: str) -> DecoderCon
     return replace(dense, experts=experts)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_granite(ctx: ModelContext, options: NoOptions) -> Model:
     """``GraniteForCausalLM``: Granite 3, the dense models."""
     del options
     return build_decoder(ctx, read_granite)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_granite_moe(ctx: ModelContext, options: NoOptions) -> Model:
     """``GraniteMoeForCausalLM``: Granite 3 and PowerMoE, a mixture of experts in every layer."""
     del options

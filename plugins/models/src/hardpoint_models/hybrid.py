@@ -179,14 +179,14 @@ def build_hybrid(ctx: ModelContext, read: Callable[[Mapping[str, Any], str], Hyb
     return HybridModel(info, read(info.config, info.architecture), layers, ctx.stage)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_bamba(ctx: ModelContext, options: NoOptions) -> Model:
     """``BambaForCausalLM``: Mamba-2 layers, and attention in a few of them."""
     del options
     return build_hybrid(ctx, read_bamba)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_granite_hybrid(ctx: ModelContext, options: NoOptions) -> Model:
     """``GraniteMoeHybridForCausalLM``: Granite 4, with a shared feed-forward block and perhaps experts."""
     del options

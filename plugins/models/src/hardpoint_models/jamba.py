@@ -113,7 +113,7 @@ def _every(
     return tuple(layer % period == offset for layer in range(num_layers))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_jamba(ctx: ModelContext, options: NoOptions) -> Model:
     """``JambaForCausalLM``: Mamba-1 with normalized steps, attention without positions, experts."""
     del options

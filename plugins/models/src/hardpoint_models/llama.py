@@ -23,28 +23,28 @@ def _build(ctx: ModelContext, variant: DecoderVariant) -> Model:
     return build_decoder(ctx, lambda config, architecture: DecoderConfig.read(config, architecture, variant))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_llama(ctx: ModelContext, options: NoOptions) -> Model:
     """``LlamaForCausalLM``: also SmolLM2 and other models saved under that name."""
     del options
     return _build(ctx, LLAMA)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_mistral(ctx: ModelContext, options: NoOptions) -> Model:
     """``MistralForCausalLM``: every layer has the sliding window unless the configuration says null."""
     del options
     return _build(ctx, MISTRAL)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_qwen2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForCausalLM``: biases on query, key and value; optional windows in the upper layers."""
     del options
     return _build(ctx, QWEN2)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_qwen3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3ForCausalLM``: queries and keys are normalized per head before rotation."""
     del options

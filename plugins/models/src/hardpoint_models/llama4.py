@@ -162,7 +162,7 @@ def _sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer in given for layer in range(num_layers))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_llama4(ctx: ModelContext, options: NoOptions) -> Model:
     """``Llama4ForCausalLM``: the text part; layers attend within chunks, or to everything without positions."""
     del options

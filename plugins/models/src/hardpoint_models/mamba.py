@@ -93,14 +93,14 @@ def _build(ctx: ModelContext, read: Callable[[Mapping[str, Any], str], MambaConf
     return MambaModel(info, read(info.config, info.architecture), layers, ctx.stage)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_mamba(ctx: ModelContext, options: NoOptions) -> Model:
     """``MambaForCausalLM``: selective state spaces with a decay for each channel and state."""
     del options
     return _build(ctx, read_mamba)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_mamba2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Mamba2ForCausalLM``: heads with one decay each, groups of them with common B and C."""
     del options

@@ -14,7 +14,7 @@ from hardpoint.interfaces.attention import AttentionKind
 from hardpoint.interfaces.model import Model, ModelContext, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint_models.bert import CAPABILITIES
+from hardpoint_models.bert import CAPABILITIES, JUDGES
 from hardpoint_models.building import require_toolkit
 from hardpoint_models.encoder import EncoderEmbeddings, EncoderModel, EncoderStack
 from hardpoint_models.modernbert_config import ModernBertConfig
@@ -199,14 +199,14 @@ def create_modernbert_masked_lm(ctx: ModelContext, options: NoOptions) -> Model:
     return _build(ctx, "none")
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_modernbert_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``ModernBertForSequenceClassification``: scores of a text, or of a pair as cross-encoders take it."""
     del options
     return _build(ctx, "text")
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_modernbert_token_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``ModernBertForTokenClassification``: scores of each token."""
     del options

@@ -148,21 +148,21 @@ def sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_mixtral(ctx: ModelContext, options: NoOptions) -> Model:
     """``MixtralForCausalLM``: a mixture of experts in every layer, weights renormalized."""
     del options
     return build_decoder(ctx, read_mixtral)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_qwen2_moe(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2MoeForCausalLM``: experts beside a shared one with a gate of its own."""
     del options
     return build_decoder(ctx, read_qwen2_moe)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_qwen3_moe(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3MoeForCausalLM``: Qwen3 attention, experts in all layers or some of them."""
     del options

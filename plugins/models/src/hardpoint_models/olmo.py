@@ -43,14 +43,14 @@ def read_olmo3(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
     )
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_olmo2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Olmo2ForCausalLM``."""
     del options
     return build_decoder(ctx, read_olmo2)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_olmo3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Olmo3ForCausalLM``: three layers with a window to one without, unless the configuration lists others."""
     del options

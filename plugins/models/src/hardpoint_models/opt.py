@@ -77,7 +77,7 @@ def _rules(is_tied: bool) -> tuple[WeightRule, ...]:
     return (head, *spelled(("model.decoder.", "decoder.", ""), "layers", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_opt(ctx: ModelContext, options: NoOptions) -> Model:
     """``OPTForCausalLM``: also Galactica."""
     del options

@@ -31,7 +31,7 @@ def read_phi3(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
     return read
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_phi3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Phi3ForCausalLM``: Phi-3, Phi-3.5 and Phi-4, also those that rotate only a part of each head."""
     del options

@@ -33,7 +33,8 @@ __all__ = [
     "create_qwen3_token_classification",
 ]
 
-_CAPABILITIES = {"tasks": ["embed"]}
+_EMBEDS = {"tasks": ["embed"]}
+_JUDGES = {"tasks": ["embed", "classify"]}
 
 
 def _bare(fields: ConfigFields) -> Ending:
@@ -74,84 +75,84 @@ def _build(ctx: ModelContext, variant: DecoderVariant, ending: Callable[[ConfigF
     return DecoderModel(info, config, layers, ctx.stage, ending(fields))
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_EMBEDS)
 def create_llama_model(ctx: ModelContext, options: NoOptions) -> Model:
     """``LlamaModel``: embeddings alone."""
     del options
     return _build(ctx, LLAMA, _bare)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_llama_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``LlamaForSequenceClassification``: also reward models, whose one score is of the whole conversation."""
     del options
     return _build(ctx, LLAMA, _of_text)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_EMBEDS)
 def create_mistral_model(ctx: ModelContext, options: NoOptions) -> Model:
     """``MistralModel``: embeddings alone; E5-Mistral and the like."""
     del options
     return _build(ctx, MISTRAL, _bare)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_mistral_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``MistralForSequenceClassification``."""
     del options
     return _build(ctx, MISTRAL, _of_text)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_EMBEDS)
 def create_qwen2_model(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2Model``: embeddings alone."""
     del options
     return _build(ctx, QWEN2, _bare)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen2_reward(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForRewardModel``: one score of the whole conversation, by two layers; Qwen2.5-Math-RM."""
     del options
     return _build(ctx, QWEN2, _reward)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen2_process_reward(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForProcessRewardModel``: whether what ends with a token is right, by two layers; Qwen2.5-Math-PRM."""
     del options
     return _build(ctx, QWEN2, _process_reward)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen2_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForSequenceClassification``."""
     del options
     return _build(ctx, QWEN2, _of_text)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen2_token_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2ForTokenClassification``: scores of each token, such as rewards of the steps that they end."""
     del options
     return _build(ctx, QWEN2, _of_tokens)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_EMBEDS)
 def create_qwen3_model(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3Model``: embeddings alone; Qwen3-Embedding where its head is not stored."""
     del options
     return _build(ctx, QWEN3, _bare)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen3_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3ForSequenceClassification``: also Qwen3-Reranker where it was converted to a head of labels."""
     del options
     return _build(ctx, QWEN3, _of_text)
 
 
-@plugin("model", capabilities=_CAPABILITIES)
+@plugin("model", capabilities=_JUDGES)
 def create_qwen3_token_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3ForTokenClassification``: scores of each token, such as rewards of the steps that they end."""
     del options

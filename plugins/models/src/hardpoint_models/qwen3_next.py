@@ -120,7 +120,7 @@ def _present(fields: ConfigFields) -> dict[str, Any]:
     return {name: value for name, value in fields.raw.items() if value is not None}
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_qwen3_next(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts beside a shared one with a gate."""
     del options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardpoint.interfaces.model import Model, ModelContext
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint_models.bert import CAPABILITIES, build_bert
+from hardpoint_models.bert import CAPABILITIES, JUDGES, build_bert
 from hardpoint_models.bert_config import BertVariant
 
 __all__ = [
@@ -34,7 +34,7 @@ def create_roberta_masked_lm(ctx: ModelContext, options: NoOptions) -> Model:
     return build_bert(ctx, ROBERTA)
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_roberta_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``RobertaForSequenceClassification``: scores of a text, or of a pair as cross-encoders take it."""
     del options
@@ -55,7 +55,7 @@ def create_xlm_roberta_masked_lm(ctx: ModelContext, options: NoOptions) -> Model
     return build_bert(ctx, ROBERTA)
 
 
-@plugin("model", capabilities=CAPABILITIES)
+@plugin("model", capabilities=JUDGES)
 def create_xlm_roberta_sequence_classification(ctx: ModelContext, options: NoOptions) -> Model:
     """``XLMRobertaForSequenceClassification``: scores of a text, or of a pair; rerankers such as BGE's."""
     del options

@@ -49,7 +49,7 @@ def _rotated_layers(fields: ConfigFields) -> tuple[bool, ...]:
     return tuple(map(bool, given[:num_layers]))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_smollm3(ctx: ModelContext, options: NoOptions) -> Model:
     """``SmolLM3ForCausalLM``."""
     del options

@@ -108,14 +108,14 @@ def _rules(norm: str, inner: Inner, head: str | None) -> tuple[WeightRule, ...]:
     return (WeightRule("lm_head.*", head), *spelled(("model.", ""), "layers", outer, inner))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_starcoder2(ctx: ModelContext, options: NoOptions) -> Model:
     """``Starcoder2ForCausalLM``: every layer has the sliding window, if there is one."""
     del options
     return build_classic(ctx, read_starcoder2)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate", "embed"]})
 def create_phi(ctx: ModelContext, options: NoOptions) -> Model:
     """``PhiForCausalLM``: Phi-1 to Phi-2, with one norm for both blocks of a layer and a bias on the head."""
     del options

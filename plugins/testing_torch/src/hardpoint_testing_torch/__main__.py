@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 
 from hardpoint_testing_torch.engine_parity import run_parity
+from hardpoint_testing_torch.model_record import record
 from hardpoint_testing_torch.parity_case import MODES, ParityCase
 from hardpoint_testing_torch.tiny_models import tiny_fields
 
@@ -34,15 +35,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--block-size", type=int, default=4, help="tokens per KV block (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default: 0)")
+    parser.add_argument("--name", default="plain", help="of the configuration, in the record (default: plain)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the report to this file, such as models.json")
     given = parser.parse_args(arguments)
     if (fault := _fault(given.architecture, dict(given.config))) is not None:
         parser.error(fault)
     # The bars of saving a checkpoint of kilobytes only hide the report.
     transformers.utils.logging.disable_progress_bar()
-    case = ParityCase(given.architecture, dict(given.config), block_size=given.block_size)
+    case = ParityCase(given.architecture, dict(given.config), given.name, block_size=given.block_size)
     with tempfile.TemporaryDirectory() as folder:
         report = run_parity(case, Path(folder), modes=given.mode or MODES, seed=given.seed)
     print(report)
+    if given.record is not None:
+        record(given.record, report)
     return 0 if report.is_ok else 1
 
 

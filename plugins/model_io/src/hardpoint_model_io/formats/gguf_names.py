@@ -220,6 +220,11 @@ _TENSOR_NAME = re.compile(
 )
 
 
+def architectures() -> list[str]:
+    """Names of the model plugins whose files can be read, in alphabetical order."""
+    return sorted({row.architecture for row in _ROWS})
+
+
 def find_architecture(metadata: Mapping[str, Any], path: str) -> GgufArchitecture:
     """The row for a file's metadata. Raises ``UnsupportedModelError`` naming the file and the known architectures."""
     name = metadata.get("general.architecture")

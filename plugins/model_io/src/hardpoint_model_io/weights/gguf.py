@@ -20,6 +20,7 @@ from hardpoint_model_io.formats.gguf_names import (
     GgufArchitecture,
     MappedName,
     Transform,
+    architectures,
     find_architecture,
     map_tensor_name,
 )
@@ -150,6 +151,6 @@ def _unpermute(raw: np.ndarray, num_rows: int, num_heads: int, origin: str) -> n
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(raw.shape)
 
 
-@plugin("weight_loader", options=NoOptions)
+@plugin("weight_loader", options=NoOptions, capabilities={"architectures": architectures()})
 def create(ctx: WeightLoaderContext, options: NoOptions) -> WeightLoader:
     return GgufWeightLoader(packed=ctx.packed)

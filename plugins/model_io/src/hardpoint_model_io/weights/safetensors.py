@@ -106,6 +106,6 @@ def _without_weights(artifact: ModelArtifact) -> ModelFormatError:
     return ModelFormatError(f"{artifact.root} has no weights: {SINGLE} or {INDEX} with its shards is missing")
 
 
-@plugin("weight_loader", options=NoOptions)
+@plugin("weight_loader", options=NoOptions, capabilities={"architectures": "any"})
 def create(ctx: WeightLoaderContext, options: NoOptions) -> WeightLoader:
     return SafetensorsWeightLoader()
