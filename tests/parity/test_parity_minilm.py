@@ -106,6 +106,17 @@ def test_embeddings_through_the_engine(settings: dict[str, Any], expected: list[
     require_equal(found.double(), embeddings(expected))
 
 
+def test_fewer_dimensions_are_those_of_the_reference_cut_and_scaled_again(expected: list[torch.Tensor]) -> None:
+    """As ``truncate_dim`` of sentence-transformers: the leading entries, made of length one."""
+    whole = embeddings(expected)
+    with LLM("minilm", dtype="float32") as llm:
+        for dimensions in (256, 64):
+            outputs = llm.embed(SENTENCES, dimensions=dimensions)
+            found = torch.from_numpy(np.stack([output.embedding for output in outputs])).double()
+            require_equal(found, torch.nn.functional.normalize(whole[:, :dimensions], dim=-1))
+            torch.testing.assert_close(found.norm(dim=-1), torch.ones(len(SENTENCES), dtype=torch.float64))
+
+
 def test_what_a_call_may_choose(expected: list[torch.Tensor]) -> None:
     """Every token on its own, the first one, and no normalization."""
     text, hidden = SENTENCES[0], expected[0]

@@ -50,7 +50,7 @@ class OnlineMethod(QuantizationMethod):
         stored = info.config.get("quantization_config")
         if not stored:
             return None
-        return f"its checkpoint is quantized already ({stored!r}); leave --quantization unset or take a dense one"
+        return f"its checkpoint is quantized already ({stored!r}); take a dense one, or a GGUF file"
 
     def linear_method(self, layer_name: str, shape: LinearShape) -> LinearMethod | None:
         if self.selection.is_ignored(layer_name):

@@ -19,7 +19,8 @@ from hardpoint_torch_runtime.backend_selection import AttentionChoice
 from hardpoint_torch_runtime.layers import ContextShards, LayerToolkit, LoadingObserver
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
-from hardpoint_torch_runtime.weights import UnpackingPlatform, WeightReport, load_weights
+from hardpoint_torch_runtime.stored_quantization import require_dense_weights
+from hardpoint_torch_runtime.weights import UnpackingPlatform, WeightInventor, WeightReport, load_weights
 
 __all__ = ["DTYPES", "LoadedModel", "create_model", "load_model", "torch_dtype"]
 
@@ -57,10 +58,17 @@ def load_model(
 
     ``attend`` binds the layers to an attention backend once all of them are there, before any weight is read.
 
-    Raises ``UnsupportedModelError`` for an architecture without a plugin, ``ModelFormatError`` for weights that do not
-    fit, ``ConfigError`` for a quantization method that refuses or that the platform does not run.
+    Raises ``UnsupportedModelError`` for an architecture without a plugin and, before anything is allocated, for weights
+    stored quantized while no method was chosen; ``ModelFormatError`` for weights that do not fit; ``ConfigError`` for a
+    quantization method that refuses or that the platform does not run.
     """
     quantization = _quantization(plugins, config, device)
+    platform: object = plugins.context("weight_loader", config.model.loader).platform
+    unpack = platform.unpack if isinstance(platform, UnpackingPlatform) else None
+    is_packed = quantization is not None and bool(quantization.accepts_packed)
+    loader = _weight_loader(plugins, config, packed=is_packed or unpack is not None)
+    if quantization is None and not isinstance(loader, WeightInventor):
+        require_dense_weights(config.model)
     toolkit = LayerToolkit.create(
         config,
         device=device,
@@ -73,10 +81,6 @@ def load_model(
     )
     model = create_model(plugins, config, toolkit)
     attention = attend(toolkit)
-    platform: object = plugins.context("weight_loader", config.model.loader).platform
-    unpack = platform.unpack if isinstance(platform, UnpackingPlatform) else None
-    is_packed = quantization is not None and bool(quantization.accepts_packed)
-    loader = _weight_loader(plugins, config, packed=is_packed or unpack is not None)
     shown, rank = config.show_progress, config.parallel.rank
     report = load_weights(model, loader, config.model, show_progress=shown, rank=rank, unpack=unpack)
     observer: object = quantization

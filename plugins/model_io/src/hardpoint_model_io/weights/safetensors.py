@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import NoOptions, plugin
+from hardpoint.logging import get_logger
 from hardpoint_model_io.files import confined_path, read_json_object, release_pages
-from hardpoint_model_io.formats.safetensors import SafetensorsFile, read_safetensors
+from hardpoint_model_io.formats.safetensors import SafetensorsFile, StoredTensor, read_safetensors
 from hardpoint_model_io.weights.config_json import CONFIG, describe_config, without_head
+from hardpoint_model_io.weights.encoder_decoder import is_encoder_decoder
 from hardpoint_model_io.weights.sizes import check_sizes
+from hardpoint_model_io.weights.tied_head import has_own_head
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+_logger = get_logger(__name__)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -30,16 +34,16 @@ class SafetensorsWeightLoader(WeightLoader):
     def describe(self, artifact: ModelArtifact) -> ModelInfo:
         """Reads the configuration and the header of every shard, so that damage shows before any process starts."""
         sizes: Counter[str] = Counter()
-        names: set[str] = set()
-        shapes = []
+        stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
         for shard in _shards(artifact):
-            names.update(shard.tensors)
-            for tensor in shard.tensors.values():
+            for name, tensor in shard.tensors.items():
+                stored[name] = (shard, tensor)
                 sizes[tensor.dtype.name] += tensor.num_bytes
-                shapes.append(tensor.shape)
         info = describe_config(artifact, "safetensors", sizes.most_common(1)[0][0] if sizes else None)
-        check_sizes(info.config, shapes, f"{artifact.root}/{CONFIG}")
-        return without_head(info, names)
+        check_sizes(info.config, (tensor.shape for _, tensor in stored.values()), f"{artifact.root}/{CONFIG}")
+        if info.config.get("tie_word_embeddings", True) is True and not is_encoder_decoder(info.config):
+            _heed_own_head(info, stored)
+        return without_head(info, stored)
 
     def num_bytes(self, info: ModelInfo) -> int:
         return sum(tensor.num_bytes for shard in _shards(info.artifact) for tensor in shard.tensors.values())
@@ -49,6 +53,18 @@ class SafetensorsWeightLoader(WeightLoader):
             for tensor in sorted(shard.tensors.values(), key=lambda entry: entry.offset):
                 yield WeightTensor(tensor.name, tensor.dtype.name, tensor.shape, shard.array(tensor))
                 release_pages(shard.data, tensor.offset, tensor.num_bytes)
+
+
+def _heed_own_head(info: ModelInfo, stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]]) -> None:
+    """The weights decide, as for others who read such files; what the configuration says would give other logits."""
+    if has_own_head(stored):
+        if "tie_word_embeddings" in info.config:
+            _logger.warning(
+                "%s: %r says that head and embedding are one, but both are stored, with different values: not tied",
+                info.artifact.root,
+                "tie_word_embeddings",
+            )
+        info.config["tie_word_embeddings"] = False
 
 
 def _shards(artifact: ModelArtifact) -> Iterator[SafetensorsFile]:
