@@ -57,7 +57,7 @@ def write(folder: Path, tensors: Tensors, num_shards: int = 1, **config: Any) ->
     if num_shards == 1:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         mine = dict(list(tensors.items())[shard::num_shards])
@@ -93,8 +93,11 @@ def split(tensors: Tensors, head_size: int) -> Tensors:
 
 def fused(tensors: Tensors, *, attention: bool = True, feed_forward: bool = True) -> Tensors:
     """The projections that read the same input in one."""
-    groups = [("self_attn.{}_proj", "qkv", ("q", "k", "v"))] if attention else []
-    groups += [("mlp.{}_proj", "gate_up", ("gate", "up"))] if feed_forward else []
+    groups: list[tuple[str, str, tuple[str, ...]]] = []
+    if attention:
+        groups.append(("self_attn.{}_proj", "qkv", ("q", "k", "v")))
+    if feed_forward:
+        groups.append(("mlp.{}_proj", "gate_up", ("gate", "up")))
     joined = dict(tensors)
     for pattern, whole, parts in groups:
         first = f".{pattern.format(parts[0])}."
