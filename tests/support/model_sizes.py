@@ -26,6 +26,8 @@ LIBRARY = {
 }  # fmt: skip
 """What architectures are made of, whichever they are."""
 NUM_SMALLEST = 5
+ROUNDED_TO = 50
+"""Lines that the page rounds up to, so that not every edit of a large file is one of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,26 @@ def sizes() -> list[Size]:
     return sorted(found, key=lambda size: (size.num_lines, size.home))
 
 
+def up_to(number: int, step: int) -> int:
+    """The next multiple of ``step``."""
+    return -(-number // step) * step
+
+
 def architectures_page(note: str) -> str:
     """``docs/models/architectures.md``; ``note`` says who writes it."""
     rows = sizes()
     smallest = [f"`{size.home.rpartition('.')[2]}.py` {size.num_lines}" for size in rows[:NUM_SMALLEST]]
     library = sum(len(path_of(one).read_text(encoding="utf-8").splitlines()) for one in LIBRARY)
-    lines = ["| lines | file | brings along | architectures |", "|--:|---|---|---|"]
+    lines = ["| lines, up to | file | brings along | architectures |", "|--:|---|---|---|"]
     for size in rows:
         brought = ", ".join(f"`{name}.py`" for name in size.brought) or "–"
         names = ", ".join(f"`{name}`" for name in size.architectures)
-        lines.append(f"| {size.num_lines} | `{size.home.rpartition('.')[2]}.py` | {brought} | {names} |")
+        lines.append(
+            f"| {up_to(size.num_lines, ROUNDED_TO)} | `{size.home.rpartition('.')[2]}.py` | {brought} | {names} |"
+        )
     served = ["| architecture | tasks | formats |", "|---|---|---|"]
     served += [f"| `{name}` | {tasks} | {formats} |" for name, tasks, formats in _served()]
-    text = _TEXT.format(smallest=", ".join(smallest), library=f"{library:,}", num=len(entries()))
+    text = _TEXT.format(smallest=", ".join(smallest), library=f"{up_to(library, 200):,}", num=len(entries()))
     parts = [note, "# Architectures", text.strip(), "\n".join(served), _SIZES.strip(), "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
@@ -121,8 +130,9 @@ _TEXT = """
 The {num} architectures of `hardpoint-models`, from its entry points, manifests and files.
 [How they compare](../models.md) with `transformers` is measured; what they are made of is counted here.
 
-The five smallest files with architectures have, all lines counted: {smallest}. The layer library that all of
-them draw on has {library} lines, beside the layers of `hardpoint-torch-runtime`.
+The five smallest files with architectures have, all lines counted: {smallest}.
+The layer library that all of them draw on has fewer than {library} lines,
+beside the layers of `hardpoint-torch-runtime`.
 """
 
 _SIZES = """
