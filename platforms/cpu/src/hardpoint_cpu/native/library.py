@@ -84,12 +84,13 @@ class NativeLibrary:
         outputs, inputs = weight.shape
         if bias is not None:
             _demand("bias", bias, torch.float32, 1, outputs)
-        make = self.function(name, POINTER, INT64, POINTER, INT64, INT64, ctypes.c_int, POINTER)
+        make = self.function(name, POINTER, POINTER, INT64, POINTER, INT64, INT64, ctypes.c_int, POINTER)
         handle = POINTER()
         given = None if bias is None else bias.data_ptr()
         # Strides of dimensions of size one mean nothing.
         stride = weight.stride(0) if outputs > 1 else inputs
-        self.check(make(weight.data_ptr(), stride, given, outputs, inputs, int(invariant), ctypes.byref(handle)))
+        sizes = (outputs, inputs, int(invariant))
+        self.check(make(self.runtime, weight.data_ptr(), stride, given, *sizes, ctypes.byref(handle)))
         return NativeLinear(self, handle, outputs, inputs)
 
 

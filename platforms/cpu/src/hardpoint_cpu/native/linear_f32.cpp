@@ -38,6 +38,7 @@ constexpr std::int64_t kAheadBytes = 16384;
 // Row blocks that share a panel while it is in the second-level cache.
 constexpr std::int64_t kBlocksPerGroup = 16;
 constexpr std::int64_t kLeastProducts = 1 << 17;
+constexpr std::int64_t kPackedAtOnce = 4;  // panels
 
 #if defined(__AMX_BF16__)
 // From here on splitting weights pays.
@@ -138,11 +139,14 @@ template <class T>
 class DenseLinear final : public Linear {
  public:
   DenseLinear(const T* weight, std::int64_t stride, const float* bias, std::int64_t outputs, std::int64_t inputs,
-              bool invariant)
+              bool invariant, Pool& pool)
       : Linear(outputs, inputs), uses_tiles_(!invariant && may_use_tiles()), panels_(ceil_div(outputs, kPanel)), panel_size_(round_up(inputs, kGroup) * kPanel),
         weight_(panels_ * panel_size_), bias_(panels_ * kPanel) {
     for (std::int64_t n = 0; n < panels_ * kPanel; ++n) bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
-    for (std::int64_t panel = 0; panel < panels_; ++panel) pack(panel, weight + panel * kPanel * stride, stride);
+    // Most of it is waiting for memory that nobody touched before.
+    pool.ranges(panels_, kPackedAtOnce, [&](std::int64_t first, std::int64_t last, int) {
+      for (std::int64_t panel = first; panel < last; ++panel) pack(panel, weight + panel * kPanel * stride, stride);
+    });
   }
 
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
@@ -327,33 +331,35 @@ class DenseLinear final : public Linear {
 
 template <class T>
 std::unique_ptr<Linear> make_dense(const T* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                                   std::int64_t inputs, bool invariant) {
+                                   std::int64_t inputs, bool invariant, Pool& pool) {
   require(stride >= inputs, "rows of ", inputs, " weights cannot be ", stride, " apart");
-  return std::make_unique<DenseLinear<T>>(weight, stride, bias, outputs, inputs, invariant);
+  return std::make_unique<DenseLinear<T>>(weight, stride, bias, outputs, inputs, invariant, pool);
 }
 
 }  // namespace
 
 std::unique_ptr<Linear> make_linear_f32(const float* weight, std::int64_t stride, const float* bias,
-                                        std::int64_t outputs, std::int64_t inputs, bool invariant) {
-  return make_dense(weight, stride, bias, outputs, inputs, invariant);
+                                        std::int64_t outputs, std::int64_t inputs, bool invariant, Pool& pool) {
+  return make_dense(weight, stride, bias, outputs, inputs, invariant, pool);
 }
 
 std::unique_ptr<Linear> make_linear_bf16(const std::uint16_t* weight, std::int64_t stride, const float* bias,
-                                         std::int64_t outputs, std::int64_t inputs, bool invariant) {
-  return make_dense(reinterpret_cast<const bf16*>(weight), stride, bias, outputs, inputs, invariant);
+                                         std::int64_t outputs, std::int64_t inputs, bool invariant, Pool& pool) {
+  return make_dense(reinterpret_cast<const bf16*>(weight), stride, bias, outputs, inputs, invariant, pool);
 }
 
 }  // namespace hp
 
-HP_EXPORT int hp_linear_f32(const float* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                            std::int64_t inputs, int invariant, hp::Linear** made) {
-  return hp::guarded(
-      [&] { *made = hp::make_linear_f32(weight, stride, bias, outputs, inputs, invariant != 0).release(); });
+HP_EXPORT int hp_linear_f32(hp::Runtime* runtime, const float* weight, std::int64_t stride, const float* bias,
+                            std::int64_t outputs, std::int64_t inputs, int invariant, hp::Linear** made) {
+  return hp::guarded(runtime, [&] {
+    *made = hp::make_linear_f32(weight, stride, bias, outputs, inputs, invariant != 0, runtime->pool).release();
+  });
 }
 
-HP_EXPORT int hp_linear_bf16(const std::uint16_t* weight, std::int64_t stride, const float* bias, std::int64_t outputs,
-                             std::int64_t inputs, int invariant, hp::Linear** made) {
-  return hp::guarded(
-      [&] { *made = hp::make_linear_bf16(weight, stride, bias, outputs, inputs, invariant != 0).release(); });
+HP_EXPORT int hp_linear_bf16(hp::Runtime* runtime, const std::uint16_t* weight, std::int64_t stride, const float* bias,
+                             std::int64_t outputs, std::int64_t inputs, int invariant, hp::Linear** made) {
+  return hp::guarded(runtime, [&] {
+    *made = hp::make_linear_bf16(weight, stride, bias, outputs, inputs, invariant != 0, runtime->pool).release();
+  });
 }
