@@ -124,6 +124,8 @@ def test_a_medium_counts_with_its_content_and_its_place_in_the_block() -> None:
     assert keys(picture("x", 1)) == keys(picture("x", 1))
     assert keys(picture("x", 1))[0] != keys(picture("y", 1))[0]
     assert keys(picture("x", 0))[0] != keys(picture("x", 1))[0]
+    assert keys(picture("x", 1))[0] != keys(picture("x", 1, 4))[0]
+    assert keys(picture("x", 1))[0] != keys(Feature(modality="video", content_hash="x", offset=1, length=3))[0]
     spanning = request("a", [7] * 12, features=(picture("x", 2, 5),))
     assert (-2).to_bytes(8, "big", signed=True) in extra_keys(spanning, 4, 8)
     assert extra_keys(spanning, 8, 12) == b""
@@ -272,8 +274,12 @@ def of_shape(shape: Shape) -> EngineRequest:
 
 
 def identity(record: EngineRequest, end: int) -> tuple[object, ...]:
-    """All that decides about the KV of the first ``end`` tokens. Where an item ends is seen in a later block only."""
-    items = [(f.content_hash, f.offset, min(f.offset + f.length, end)) for f in record.features if f.offset < end]
+    """All that decides about the KV of the first ``end`` tokens, and whether the model takes what they show."""
+    items = [
+        ((f.content_hash, f.modality, f.length), f.offset, min(f.offset + f.length, end))
+        for f in record.features
+        if f.offset < end
+    ]
     blocks = [(content, at) for content, start, stop in items for at in range(start // 4, (stop - 1) // 4 + 1)]
     starts = [(content, start) for content, start, _ in items]
     embeds = None if record.prompt_embeds is None else record.prompt_embeds[:end].tobytes()

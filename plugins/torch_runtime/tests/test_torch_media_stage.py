@@ -14,7 +14,7 @@ from hardpoint.interfaces.request import Feature
 from hardpoint.interfaces.scheduler import ENCODER_INPUTS, EncoderInputs
 from hardpoint.interfaces.step import NewRow, SchedulerOutput
 from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
-from hardpoint_torch_runtime.runner.feature_checks import refuse_features
+from hardpoint_torch_runtime.runner.feature_checks import refuse_features, without_faults
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.media_stage import MediaModel, MediaStage
 from hardpoint_torch_runtime.runner.slot_state import SlotState
@@ -146,11 +146,20 @@ def test_what_no_plan_speaks_of_is_used_and_dropped(bench: Bench) -> None:
     assert (bench.model.asked, bench.stage.num_kept) == (["a", "a"], 0)
 
 
-def test_a_refused_row_encodes_nothing_and_one_that_counts_on_it_does(bench: Bench) -> None:
-    bench.enter(0, item("a", 0, 4))
-    bench.enter(1, item("a", 0, 4))
-    bench.refused[0] = "for a reason"
-    assert bench.run((0, 0, 4), (1, 0, 4), plan=plan()) == {4: [100, 101, 102, 103]}
+def test_of_a_refused_row_what_comes_before_the_fault_is_computed(make_row: Callable[..., NewRow]) -> None:
+    """Others may share the blocks that it is in."""
+    row = make_row(0, TEXT, [1, 2])
+    cases = [
+        ((GOOD[0], item("b", 5, 1, modality="sound", data={})), ["a"]),
+        ((item("a", 1, 2), GOOD[1]), ["a", "b"]),
+        ((item("a", 0, 3), GOOD[1]), []),
+    ]
+    for features, sound in cases:
+        refused = msgspec.structs.replace(row, features=features)
+        assert refuse_features(Counting(), refused) is not None
+        assert [one.content_hash for one in without_faults(Counting(), refused).features] == sound
+    assert without_faults(object(), msgspec.structs.replace(row, features=GOOD)).features == ()
+    assert without_faults(Counting(), row) is row
 
 
 def test_a_claim_about_content_makes_no_item_too_short(bench: Bench) -> None:

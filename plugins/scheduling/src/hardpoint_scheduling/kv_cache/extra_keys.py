@@ -32,9 +32,10 @@ def extra_keys(request: EngineRequest, start: int, end: int) -> bytes:
         parts.append(_field(b"A", request.adapter.name.encode()))
     for feature in _overlapping(request.features, start, end):
         # R11.17: placeholder ids say nothing about content, and the item's place within the block matters. The
-        # offset is negative for an item that began in an earlier block.
-        place = (feature.offset - start).to_bytes(8, "big", signed=True)
-        parts.append(_field(b"M", feature.content_hash.encode()) + place)
+        # offset is negative for an item that began in an earlier block. One that is called something else, or said to
+        # be of another length, is refused by the model where this one is not, and must not be taken for it.
+        place = (feature.offset - start).to_bytes(8, "big", signed=True) + feature.length.to_bytes(8, "big")
+        parts.append(_field(b"M", feature.content_hash.encode()) + _field(b"K", feature.modality.encode()) + place)
     if request.cache_salt and start == 0:
         parts.append(_field(b"S", request.cache_salt.encode()))
     if request.prompt_embeds is not None and start < len(request.prompt_embeds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from hardpoint_torch_runtime.runner.draft_verification import DraftProposer, Own
 from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
 from hardpoint_torch_runtime.runner.encoder_stage import EncoderStage
 from hardpoint_torch_runtime.runner.extensions import RunnerExtension, StatePart
+from hardpoint_torch_runtime.runner.feature_checks import without_faults
 from hardpoint_torch_runtime.runner.flags import ExpertExchange, RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
@@ -141,6 +143,7 @@ def assemble_runner(
         embeddings,
         parts.processors,
         parts.refuse if flags.takes_embeddings else _without_embeddings(parts.refuse),
+        repair=partial(without_faults, model),
         parts=[part for part in by_slot if part is not None],
         own_drafts=own_drafts,
         backlog=None if residence is None else residence.backlog,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from hardpoint.interfaces.logits_processor import LogitsProcessor
@@ -51,7 +50,8 @@ class BatchState:
     """Slots, sampling parameters, embeddings and plugin state: what :meth:`apply` keeps in step with each other.
 
     ``refused`` says by slot why its request cannot be computed: each of its rows fails, in later steps as well, until
-    the slot is released. ``parts`` are further state by slot, each of which may be absent. ``own_drafts`` are there
+    the slot is released; ``repair`` makes of such a request one that ``parts`` can work with. These are further state
+    by slot, each of which may be absent. ``own_drafts`` are there
     when the worker guesses, ``backlog`` and ``debt`` when results stay on the device for a while.
     """
 
@@ -64,6 +64,7 @@ class BatchState:
         processors: Sequence[LogitsProcessor] = (),
         refuse: RowRefusal | None = None,
         *,
+        repair: Callable[[NewRow], NewRow] = lambda row: row,
         parts: Sequence[StatePart] = (),
         own_drafts: OwnDrafts | None = None,
         backlog: Backlog | None = None,
@@ -79,6 +80,7 @@ class BatchState:
         self._kv = kv
         self._processors = tuple(processors)
         self._refuse = refuse
+        self._repair = repair
         mine: tuple[StatePart | None, ...] = (own_drafts, debt)
         self._parts = (*parts, *(part for part in mine if part is not None))
 
@@ -181,8 +183,7 @@ class BatchState:
         self.sampling.enter(row)
         self.embeddings.enter(row)
         reason = self._refuse(row) if self._refuse is not None else None
-        # What is at fault with a refused row may be its features, so that no part sees them.
-        known = row if reason is None or not row.features else msgspec.structs.replace(row, features=())
+        known = row if reason is None else self._repair(row)
         for part in self._parts:
             part.enter(known)
         for processor in self._processors:

@@ -7,6 +7,7 @@ a chunk may end inside an item, a cached prefix may hold its beginning, and othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -19,7 +20,7 @@ from hardpoint.interfaces.step import NewRow, SchedulerOutput
 from hardpoint_torch_runtime.runner.encoder_outputs import Content, EncoderModel, EncoderOutputs
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, PlacedRows
 
-__all__ = ["MediaModel", "MediaStage", "refuse_media"]
+__all__ = ["MediaModel", "MediaStage", "refuse_media", "sound_media"]
 
 MAX_ITEMS = 4096
 """Of one request: each of them is looked at in every step that computes its prompt."""
@@ -58,6 +59,19 @@ def refuse_media(model: MediaModel, row: NewRow) -> str | None:
             f"one feature per item, as long as its placeholders are many ({int(is_left.sum())} are left over)"
         )
     return None
+
+
+def sound_media(model: MediaModel, row: NewRow) -> tuple[Feature, ...]:
+    """The items of a refused row before the first one that is at fault.
+
+    They are computed all the same: another request that begins alike may share the blocks that they are in.
+    """
+    ids = row.token_ids[: row.num_prompt_tokens]
+    sound = itertools.takewhile(
+        lambda item: _refuse_place(model, item, ids) is None and model.refuse_input(item) is None,
+        row.features[:MAX_ITEMS],
+    )
+    return tuple(sound)
 
 
 def _refuse_place(model: MediaModel, feature: Feature, ids: np.ndarray) -> str | None:
@@ -125,13 +139,14 @@ class MediaStage:
     def join(self, step: SchedulerOutput, batch: InputBatch, refused: Container[int]) -> InputBatch:
         """``batch`` with what encoders made for its tokens; items of which nothing is kept are encoded now.
 
-        ``refused``: slots whose rows fail anyway.
+        Rows in ``refused`` slots are computed like others, see :func:`sound_media`.
         """
+        del refused
         plan = step.extensions.get(ENCODER_INPUTS)
         self._outputs.drop_freed(plan)
         if not self.any_ahead(batch.slots, batch.num_computed):
             return batch
-        pieces = list(self._pieces(batch, refused))
+        pieces = list(self._pieces(batch))
         if not pieces:
             return batch
         outputs = self._outputs.encode([piece.feature for piece in pieces], keeps=plan is not None)
@@ -140,11 +155,9 @@ class MediaStage:
         )
         return replace(batch, media=tuple(placed))
 
-    def _pieces(self, batch: InputBatch, refused: Container[int]) -> Iterator[_Piece]:
+    def _pieces(self, batch: InputBatch) -> Iterator[_Piece]:
         for row in np.flatnonzero(batch.num_computed < self._ends[batch.slots]).tolist():
             slot, computed = int(batch.slots[row]), int(batch.num_computed[row])
-            if slot in refused:
-                continue
             end, start = computed + int(batch.num_scheduled[row]), int(batch.query_start_loc_cpu[row])
             for feature in self._items[slot]:
                 first, last = max(feature.offset, computed), min(feature.offset + feature.length, end)

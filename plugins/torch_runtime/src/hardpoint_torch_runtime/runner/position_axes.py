@@ -27,7 +27,7 @@ class AxisPositions(Protocol):
     def position_rows(self, row: NewRow) -> np.ndarray:
         """int [k, N'] for the first tokens of ``row``, at least its prompt.
 
-        Those after them are one more than the largest so far, on all axes alike.
+        Those after them go on, on all axes alike, behind the largest of the last column.
         """
 
 
@@ -54,7 +54,7 @@ class PositionAxes:
             )
         self._given[row.slot] = rows
         self._num_given[row.slot] = rows.shape[1]
-        self._behind[row.slot] = (int(rows.max()) + 1 if rows.size else 0) - rows.shape[1]
+        self._behind[row.slot] = (int(rows[:, -1].max()) + 1 if rows.size else 0) - rows.shape[1]
 
     def release(self, slots: Int32Array) -> None:
         self._num_given[slots] = 0
