@@ -34,3 +34,43 @@ class TestLlava(ModelSuite):
         "projector_hidden_act": "of_nobody",
         "vision_feature_select_strategy": "of_nobody",
     }
+
+
+QWEN: Mapping[str, Any] = {
+    "text_config": {
+        "num_hidden_layers": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
+    },
+    "image_token_id": 7,
+    "video_token_id": 11,
+}
+TOWER: Mapping[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 2}
+
+
+class TestQwen2VL(ModelSuite):
+    plugin: ClassVar[str | None] = "Qwen2VLForConditionalGeneration"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        **QWEN,
+        "vision_config": {**TOWER, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2},
+    }
+    splits_into_stages: ClassVar[bool] = False
+    unknown_config: ClassVar[Mapping[str, Any]] = {"vision_config": "of_nobody"}
+
+
+class TestQwen25VL(ModelSuite):
+    plugin: ClassVar[str | None] = "Qwen2_5_VLForConditionalGeneration"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        **QWEN,
+        "vision_config": {
+            **TOWER,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "out_hidden_size": 48,
+            "window_size": 8,
+            "fullatt_block_indexes": [1],
+        },
+    }
+    splits_into_stages: ClassVar[bool] = False
+    unknown_config: ClassVar[Mapping[str, Any]] = {"vision_config": "of_nobody"}
