@@ -43,11 +43,13 @@ def linear_int8(
     for name, vector in (("scales", scales), ("bias", bias)):
         if vector is not None:
             _demand_vector(name, vector, outputs)
-    make = library.function("hp_linear_i8", POINTER, INT64, POINTER, POINTER, INT64, INT64, ctypes.c_int, POINTER)
+    make = library.function(
+        "hp_linear_i8", *([POINTER] * 2), INT64, POINTER, POINTER, INT64, INT64, ctypes.c_int, POINTER
+    )
     handle = POINTER()
     stride = values.stride(0) if outputs > 1 else inputs
     arguments = (values.data_ptr(), stride, scales.data_ptr(), address(bias), outputs, inputs)
-    library.check(make(*arguments, int(activations == "float"), ctypes.byref(handle)))
+    library.check(make(library.runtime, *arguments, int(activations == "float"), ctypes.byref(handle)))
     return NativeLinear(library, handle, outputs, inputs)
 
 

@@ -34,6 +34,7 @@ constexpr std::int64_t kInputStep = Lanes::kGroup * kMostChains;
 // Activations that one chunk reads over and over, so that they stay in a core's second-level cache.
 constexpr std::int64_t kRowBytes = vf::W == 16 ? 1 << 20 : 256 << 10;
 constexpr std::int64_t kChunksPerThread = 8;
+constexpr std::int64_t kPackedAtOnce = 4;  // panels
 // Rows for which a chunk takes long enough that waiting for the last one counts.
 constexpr std::int64_t kManyRows = 64, kSmallChunksPerThread = 24;
 constexpr std::int64_t kTileRows = 16;
@@ -124,15 +125,17 @@ struct Finish {
 class LinearI8 final : public Linear {
  public:
   LinearI8(const std::int8_t* values, std::int64_t stride, const float* scales, const float* bias,
-           std::int64_t outputs, std::int64_t inputs)
+           std::int64_t outputs, std::int64_t inputs, Pool& pool)
       : Linear(outputs, inputs), padded_(round_up(inputs, kInputStep)), panels_(ceil_div(outputs, kPanel)),
         weights_(panels_ * kPanel * padded_), scales_(panels_ * kPanel), bias_(panels_ * kPanel) {
-    std::memset(weights_.data(), i8::kWeightOffset, weights_.size());
-    for (std::int64_t n = 0; n < panels_ * kPanel; ++n) {
-      scales_[n] = n < outputs ? scales[n] : 0.0f;
-      bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
-      if (n < outputs) pack(values + n * stride, n);
-    }
+    pool.ranges(panels_, kPackedAtOnce, [&](std::int64_t first, std::int64_t last, int) {
+      std::memset(weights_.data() + first * kPanel * padded_, i8::kWeightOffset, (last - first) * kPanel * padded_);
+      for (std::int64_t n = first * kPanel; n < last * kPanel; ++n) {
+        scales_[n] = n < outputs ? scales[n] : 0.0f;
+        bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
+        if (n < outputs) pack(values + n * stride, n);
+      }
+    });
   }
 
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
@@ -166,9 +169,13 @@ class LinearI8 final : public Linear {
 
   void pack(const std::int8_t* row, std::int64_t n) {
     std::uint8_t* target = weights_.data() + n / kPanel * kPanel * padded_ + n % kPanel * Lanes::kGroup;
-    for (std::int64_t k = 0; k < inputs; ++k)
-      target[k / Lanes::kGroup * kGroupBytes + k % Lanes::kGroup] =
-          static_cast<std::uint8_t>(row[k] + i8::kWeightOffset);
+    const auto put = [&](std::int64_t group, std::int64_t count) {
+      for (std::int64_t k = 0; k < count; ++k)
+        target[group * kGroupBytes + k] = static_cast<std::uint8_t>(row[group * Lanes::kGroup + k] + i8::kWeightOffset);
+    };
+    const std::int64_t whole = inputs / Lanes::kGroup;
+    for (std::int64_t group = 0; group < whole; ++group) put(group, Lanes::kGroup);
+    put(whole, inputs % Lanes::kGroup);
   }
 
 #if defined(__AMX_INT8__)
@@ -260,17 +267,18 @@ void check_int8_weights(std::int64_t stride, const float* scales, std::int64_t o
 }
 
 std::unique_ptr<Linear> make_linear_i8(const std::int8_t* values, std::int64_t stride, const float* scales,
-                                       const float* bias, std::int64_t outputs, std::int64_t inputs) {
+                                       const float* bias, std::int64_t outputs, std::int64_t inputs, Pool& pool) {
   check_int8_weights(stride, scales, outputs, inputs);
-  return std::make_unique<LinearI8>(values, stride, scales, bias, outputs, inputs);
+  return std::make_unique<LinearI8>(values, stride, scales, bias, outputs, inputs, pool);
 }
 
 }  // namespace hp
 
-HP_EXPORT int hp_linear_i8(const std::int8_t* values, std::int64_t stride, const float* scales, const float* bias,
-                           std::int64_t outputs, std::int64_t inputs, int float_activations, hp::Linear** made) {
-  return hp::guarded([&] {
+HP_EXPORT int hp_linear_i8(hp::Runtime* runtime, const std::int8_t* values, std::int64_t stride, const float* scales,
+                           const float* bias, std::int64_t outputs, std::int64_t inputs, int float_activations,
+                           hp::Linear** made) {
+  return hp::guarded(runtime, [&] {
     const auto make = float_activations ? hp::make_linear_i8_float : hp::make_linear_i8;
-    *made = make(values, stride, scales, bias, outputs, inputs).release();
+    *made = make(values, stride, scales, bias, outputs, inputs, runtime->pool).release();
   });
 }

@@ -12,6 +12,7 @@ constexpr std::int64_t kPanel = kVectors * vf::W;
 // How far ahead of its use a weight is asked for. Past the last one nothing happens.
 constexpr std::int64_t kAhead = 2048;
 constexpr std::int64_t kChunksPerThread = 8;
+constexpr std::int64_t kPackedAtOnce = 4;  // panels
 
 vf widen(const std::int8_t* p) {
 #if defined(__AVX512F__)
@@ -28,15 +29,17 @@ vf widen(const std::int8_t* p) {
 class LinearI8Float final : public Linear {
  public:
   LinearI8Float(const std::int8_t* values, std::int64_t stride, const float* scales, const float* bias,
-                std::int64_t outputs, std::int64_t inputs)
+                std::int64_t outputs, std::int64_t inputs, Pool& pool)
       : Linear(outputs, inputs), panels_(ceil_div(outputs, kPanel)), weights_(panels_ * kPanel * inputs),
         scales_(panels_ * kPanel), bias_(panels_ * kPanel) {
-    for (std::int64_t n = 0; n < panels_ * kPanel; ++n) {
-      scales_[n] = n < outputs ? scales[n] : 0.0f;
-      bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
-      std::int8_t* column = weights_.data() + n / kPanel * kPanel * inputs + n % kPanel;
-      for (std::int64_t k = 0; k < inputs; ++k) column[k * kPanel] = n < outputs ? values[n * stride + k] : 0;
-    }
+    pool.ranges(panels_, kPackedAtOnce, [&](std::int64_t first, std::int64_t last, int) {
+      for (std::int64_t n = first * kPanel; n < last * kPanel; ++n) {
+        scales_[n] = n < outputs ? scales[n] : 0.0f;
+        bias_[n] = bias != nullptr && n < outputs ? bias[n] : 0.0f;
+        std::int8_t* column = weights_.data() + n / kPanel * kPanel * inputs + n % kPanel;
+        for (std::int64_t k = 0; k < inputs; ++k) column[k * kPanel] = n < outputs ? values[n * stride + k] : 0;
+      }
+    });
   }
 
   void run(const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Into into,
@@ -94,9 +97,10 @@ class LinearI8Float final : public Linear {
 }  // namespace
 
 std::unique_ptr<Linear> make_linear_i8_float(const std::int8_t* values, std::int64_t stride, const float* scales,
-                                             const float* bias, std::int64_t outputs, std::int64_t inputs) {
+                                             const float* bias, std::int64_t outputs, std::int64_t inputs,
+                                             Pool& pool) {
   check_int8_weights(stride, scales, outputs, inputs);
-  return std::make_unique<LinearI8Float>(values, stride, scales, bias, outputs, inputs);
+  return std::make_unique<LinearI8Float>(values, stride, scales, bias, outputs, inputs, pool);
 }
 
 }  // namespace hp
