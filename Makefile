@@ -106,8 +106,8 @@ format: $(STAMP)
 bench: kernels
 	@mkdir -p $(BENCH_PEERS)
 	@if [ -n "$$(ls $(BENCH_PEERS))" ]; then $(BIN)/hardpoint bench convert smollm2 --peers $(BENCH_PEERS); fi
-	@$(BIN)/hardpoint bench suite smollm2 --peers $(BENCH_PEERS) --output $(BENCH_RESULT) $(BENCH_ARGS)
-	@$(BIN)/hardpoint bench scaling smollm2 --output $(BENCH_RESULT)
+	@$(BIN)/hardpoint bench suite smollm2 --async-scheduling --peers $(BENCH_PEERS) --output $(BENCH_RESULT) $(BENCH_ARGS)
+	@$(BIN)/hardpoint bench scaling smollm2 --async-scheduling --output $(BENCH_RESULT)
 	@$(BIN)/hardpoint bench document $(BENCH_RESULT) --output docs/performance.md
 
 clean:

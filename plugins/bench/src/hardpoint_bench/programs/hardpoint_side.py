@@ -81,7 +81,10 @@ def load(job: dict[str, Any], phases: Any) -> Engine:
     llm = Watched.from_config(AppConfig.model_validate(job["config"]))
     logger.removeHandler(listener)
     facts = _facts(llm, seen["spec"], job["config"]["plugins"].get("quantization", {}))
-    return Engine(llm, {**facts, "notes": list(listener.notes)})
+    notes = [*listener.notes]
+    if any(engine["scheduler"]["async_scheduling"] for engine in job["config"]["engines"].values()):
+        notes.append("plans a step while the one before it is computed (--async-scheduling)")
+    return Engine(llm, {**facts, "notes": notes})
 
 
 def _facts(llm: LLM, spec: Any, methods: dict[str, Any]) -> dict[str, Any]:
