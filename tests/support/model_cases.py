@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import LLAMA3, ODD_HEADS, ROUTED, YARN
 from hardpoint_testing_torch import ParityCase
 from model_cases_classic import CLASSIC_CASES
 from model_cases_decoders import DECODER_CASES
@@ -19,21 +20,6 @@ from model_cases_vision import VISION_CASES
 
 __all__ = ["BAMBA", "CASES", "GRANITE"]
 
-_LLAMA3: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-_YARN: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_ODD: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
 _GEMMA3: Mapping[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 7,
@@ -77,8 +63,6 @@ GRANITE: Mapping[str, Any] = {
 }
 _KEEPS_STATES: Mapping[str, Any] = {"prefix": {"worker": {"torch": {"recurrent_states": "align"}}}}
 """Without states kept at the ends of blocks no prefix can be found again."""
-_ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
-"""Rounding may choose another expert, which changes all that follows."""
 
 _LISTED: tuple[ParityCase, ...] = (
     *DECODER_CASES,
@@ -118,7 +102,7 @@ _LISTED: tuple[ParityCase, ...] = (
     ParityCase(
         "DeepseekV2ForCausalLM",
         {**_DEEPSEEK, "topk_method": "greedy", "n_group": None, "topk_group": None},
-        limits=_ROUTED,
+        limits=ROUTED,
     ),
     ParityCase(
         "DeepseekV3ForCausalLM",
@@ -142,7 +126,7 @@ _LISTED: tuple[ParityCase, ...] = (
             "attention_bias": True,
             "tie_word_embeddings": True,
             "norm_topk_prob": False,
-            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
         },
         "odd sizes, queries whole, biases, tied, YaRN",
         limits={"bfloat16": 0.4},
@@ -161,7 +145,7 @@ _LISTED: tuple[ParityCase, ...] = (
         "one full layer in six, one KV head, capped logits, two rotations",
         limits={"bfloat16": 0.1},
     ),
-    ParityCase("GraniteMoeHybridForCausalLM", GRANITE, plugins=_KEEPS_STATES, limits=_ROUTED),
+    ParityCase("GraniteMoeHybridForCausalLM", GRANITE, plugins=_KEEPS_STATES, limits=ROUTED),
     ParityCase(
         "GraniteMoeHybridForCausalLM",
         {
@@ -181,14 +165,14 @@ _LISTED: tuple[ParityCase, ...] = (
     ParityCase("LlamaForCausalLM"),
     ParityCase(
         "LlamaForCausalLM",
-        {**_ODD, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        {**ODD_HEADS, "rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "odd heads, Llama 3 rotation, tied, biases",
     ),
     *MAMBA2_CASES,
     *MAMBA_CASES,
     ParityCase("MistralForCausalLM", {"sliding_window": None, "head_dim": 32}),
     ParityCase("MistralForCausalLM", {"sliding_window": 7, "num_key_value_heads": 1}, "windows of 7, one KV head"),
-    ParityCase("MixtralForCausalLM", {"num_local_experts": 4}, limits=_ROUTED),
+    ParityCase("MixtralForCausalLM", {"num_local_experts": 4}, limits=ROUTED),
     ParityCase(
         "MixtralForCausalLM",
         {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 7, "head_dim": 32},
@@ -204,18 +188,18 @@ _LISTED: tuple[ParityCase, ...] = (
             "sliding_window": 9,
             "max_window_layers": 1,
             "tie_word_embeddings": True,
-            "rope_parameters": _YARN,
+            "rope_parameters": YARN,
         },
         "upper layers with windows, tied, YaRN",
     ),
     ParityCase("Qwen3ForCausalLM", {"head_dim": 16}),
-    ParityCase("Qwen3ForCausalLM", {**_ODD, "attention_bias": True}, "odd heads, biases", block_size=16),
-    ParityCase("Qwen3MoeForCausalLM", _QWEN3_MOE, limits=_ROUTED),
+    ParityCase("Qwen3ForCausalLM", {**ODD_HEADS, "attention_bias": True}, "odd heads, biases", block_size=16),
+    ParityCase("Qwen3MoeForCausalLM", _QWEN3_MOE, limits=ROUTED),
     ParityCase(
         "Qwen3MoeForCausalLM",
         {**_QWEN3_MOE, "mlp_only_layers": [1], "norm_topk_prob": True, "tie_word_embeddings": True},
         "one dense layer, renormalized, tied",
-        limits=_ROUTED,
+        limits=ROUTED,
     ),
     *ENCODER_DECODER_CASES,
     *CLASSIC_CASES,

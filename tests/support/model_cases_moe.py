@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import LLAMA3, ROUTED, YARN
 from hardpoint_testing_torch import ParityCase
 
 __all__ = ["MOE_CASES"]
 
-_YARN: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 _QWEN2_MOE: Mapping[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -28,7 +23,7 @@ _GPT_OSS: Mapping[str, Any] = {
     "head_dim": 16,
     "sliding_window": 7,
     # Short enough for some pairs to be stretched and others not.
-    "rope_parameters": {**_YARN, "rope_theta": 150000.0, "truncate": False},
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
 }
 _LLAMA4: Mapping[str, Any] = {
     "num_hidden_layers": 4,
@@ -40,19 +35,9 @@ _LLAMA4: Mapping[str, Any] = {
     "floor_scale": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_LLAMA3: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-_ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
-"""Rounding may choose another expert, which changes all that follows."""
 
 MOE_CASES: tuple[ParityCase, ...] = (
-    ParityCase("GptOssForCausalLM", _GPT_OSS, limits=_ROUTED),
+    ParityCase("GptOssForCausalLM", _GPT_OSS, limits=ROUTED),
     ParityCase(
         "GptOssForCausalLM",
         {
@@ -71,7 +56,7 @@ MOE_CASES: tuple[ParityCase, ...] = (
         # Another choice replaces the whole layer.
         limits={"bfloat16": 0.5},
     ),
-    ParityCase("Llama4ForCausalLM", _LLAMA4, limits=_ROUTED),
+    ParityCase("Llama4ForCausalLM", _LLAMA4, limits=ROUTED),
     ParityCase(
         "Llama4ForCausalLM",
         {
@@ -86,12 +71,12 @@ MOE_CASES: tuple[ParityCase, ...] = (
             "use_qk_norm": False,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": _LLAMA3,
+            "rope_parameters": LLAMA3,
         },
         "odd heads, two experts in every other layer, chunks of 8, biases, tied, Llama 3 rotation",
-        limits=_ROUTED,
+        limits=ROUTED,
     ),
-    ParityCase("Qwen2MoeForCausalLM", _QWEN2_MOE, limits=_ROUTED),
+    ParityCase("Qwen2MoeForCausalLM", _QWEN2_MOE, limits=ROUTED),
     ParityCase(
         "Qwen2MoeForCausalLM",
         {
@@ -107,9 +92,9 @@ MOE_CASES: tuple[ParityCase, ...] = (
             "sliding_window": 7,
             "max_window_layers": 3,
             "tie_word_embeddings": True,
-            "rope_parameters": _YARN,
+            "rope_parameters": YARN,
         },
         "odd heads, one dense layer, windows of 7, renormalized, no biases, tied, YaRN",
-        limits=_ROUTED,
+        limits=ROUTED,
     ),
 )

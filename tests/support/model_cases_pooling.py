@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import ODD_HEADS, YARN
 from hardpoint_testing_torch import ParityCase
 
 __all__ = ["POOLING_CASES"]
@@ -38,15 +39,7 @@ _MODERN_ODD: Mapping[str, Any] = {
     "classifier_activation": "silu",
     "classifier_pooling": "mean",
 }
-_HEADS: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
-_YARN: Mapping[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-}
+_YARN: Mapping[str, Any] = {"rope_parameters": YARN}
 
 POOLING_CASES: tuple[ParityCase, ...] = (
     ParityCase("BertForSequenceClassification", _LABELS),
@@ -55,10 +48,10 @@ POOLING_CASES: tuple[ParityCase, ...] = (
     ParityCase("BertForTokenClassification", {**_ODD, "num_labels": 7, "sep_token_id": 7}, "odd sizes, seven labels"),
     ParityCase("LlamaForSequenceClassification", {"num_labels": 1}),
     ParityCase(
-        "LlamaForSequenceClassification", {**_HEADS, **_YARN, "attention_bias": True}, "odd heads, YaRN, biases"
+        "LlamaForSequenceClassification", {**ODD_HEADS, **_YARN, "attention_bias": True}, "odd heads, YaRN, biases"
     ),
     ParityCase("LlamaModel"),
-    ParityCase("LlamaModel", {**_HEADS, "mlp_bias": True}, "odd heads, biases"),
+    ParityCase("LlamaModel", {**ODD_HEADS, "mlp_bias": True}, "odd heads, biases"),
     ParityCase("MistralForSequenceClassification", {"num_labels": 3}),
     ParityCase("MistralForSequenceClassification", {"sliding_window": 7, "num_key_value_heads": 1}, "windows of 7"),
     ParityCase("MistralModel"),
@@ -87,12 +80,14 @@ POOLING_CASES: tuple[ParityCase, ...] = (
     ParityCase("Qwen2Model", {"num_key_value_heads": 1, **_YARN}, "one KV head, YaRN"),
     ParityCase("Qwen3ForSequenceClassification", {"head_dim": 16, "num_labels": 3}),
     ParityCase(
-        "Qwen3ForSequenceClassification", {**_HEADS, "attention_bias": True, "num_labels": 1}, "odd heads, biases"
+        "Qwen3ForSequenceClassification", {**ODD_HEADS, "attention_bias": True, "num_labels": 1}, "odd heads, biases"
     ),
     ParityCase("Qwen3ForTokenClassification", {"head_dim": 16, "num_labels": 2}),
-    ParityCase("Qwen3ForTokenClassification", {**_HEADS, "attention_bias": True, "num_labels": 3}, "odd heads, biases"),
+    ParityCase(
+        "Qwen3ForTokenClassification", {**ODD_HEADS, "attention_bias": True, "num_labels": 3}, "odd heads, biases"
+    ),
     ParityCase("Qwen3Model", {"head_dim": 16}),
-    ParityCase("Qwen3Model", {**_HEADS, "attention_bias": True}, "odd heads, biases"),
+    ParityCase("Qwen3Model", {**ODD_HEADS, "attention_bias": True}, "odd heads, biases"),
     ParityCase("RobertaForMaskedLM"),
     ParityCase("RobertaForMaskedLM", {**_ODD, "pad_token_id": 6, "type_vocab_size": 1}, "odd sizes, other padding"),
     ParityCase("RobertaForSequenceClassification", {"num_labels": 3}),

@@ -21,7 +21,7 @@ LIBRARY = {
     f"{PACKAGE}.{name}"
     for name in (
         "building", "causal", "config_fields", "decoder", "decoder_attention", "decoder_config", "decoder_layers",
-        "layer_kinds",
+        "layer_kinds", "pooled_model",
     )
 }  # fmt: skip
 """What architectures are made of, whichever they are."""

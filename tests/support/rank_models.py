@@ -1,7 +1,7 @@
-"""A model's tensor-parallel ranks one after another in one process, where a forward's context can be but one at a time.
+"""Tensor-parallel ranks of one model in one process: in threads, or one after another.
 
-A rank that comes to a collective whose result is not known yet leaves its part and stops. When all have done so the
-result is known, and they begin again.
+The latter is for what cannot be in two threads. A rank that comes to a collective whose result is not known yet leaves
+its part and stops. When all have done so the result is known, and they begin again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from hardpoint.interfaces import Communicator
 from hardpoint.interfaces.model import Model, ModelContext
 from hardpoint.interfaces.plugin import NoOptions, ProcessRole
 from hardpoint.interfaces.worker import ParallelSlice
@@ -20,9 +21,30 @@ from hardpoint_testing_torch import LocalDriver, StateDictLoader, worker_config
 from hardpoint_testing_torch.tiny_models import TinyModel
 from hardpoint_torch_runtime import LayerToolkit, load_weights
 
-__all__ = ["RankAnswers", "ask_ranks"]
+__all__ = ["RankAnswers", "ask_ranks", "rank_model"]
 
+Factory = Callable[[ModelContext, NoOptions], Model]
 Answer = Mapping[str, torch.Tensor]
+Prompts = Mapping[str, Sequence[int]]
+
+
+def rank_model(
+    factory: Factory, tiny: TinyModel, rank: int, size: int, communicator: Communicator
+) -> tuple[Model, LayerToolkit]:
+    """One rank's share of ``tiny``, with its weights, and the toolkit it was built from."""
+    parallel = ParallelSlice(world_size=size, rank=rank, tensor_parallel_size=size)
+    config = msgspec.structs.replace(worker_config(tiny.info), parallel=parallel)
+    toolkit = LayerToolkit.create(
+        config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        attention_backend=ReferenceBackend(),
+        communicator=communicator,
+    )
+    roles, name = frozenset({ProcessRole.WORKER}), tiny.info.architecture
+    model = factory(ModelContext(name=name, api_version=1, roles=roles, config=config, layers=toolkit), NoOptions())
+    load_weights(model, StateDictLoader(tiny.tensors()), tiny.info, show_progress=False, rank=rank)
+    return model, toolkit
 
 
 class _WaitsForOthers(Exception):
@@ -76,25 +98,24 @@ class RankAnswers:
 
 
 def ask_ranks(
-    factory: Callable[[ModelContext, NoOptions], Model], tiny: TinyModel, size: int, prompts: Mapping[str, list[int]]
+    factory: Factory, tiny: TinyModel, size: int, prompts: Prompts, *, chunks: Sequence[int] | None = None
 ) -> RankAnswers:
-    """Compute ``prompts`` in one step of ``size`` ranks."""
+    """Compute ``prompts`` on ``size`` ranks, in one step or in steps of so many tokens as ``chunks`` says."""
     replay = _Replay()
 
     def rank_of(rank: int) -> Callable[[], Answer]:
-        parallel = ParallelSlice(world_size=size, rank=rank, tensor_parallel_size=size)
-        config = msgspec.structs.replace(worker_config(tiny.info), parallel=parallel)
-        toolkit = LayerToolkit.create(
-            config,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            attention_backend=ReferenceBackend(),
-            communicator=replay,
-        )
-        roles = frozenset({ProcessRole.WORKER})
-        name = tiny.info.architecture
-        model = factory(ModelContext(name=name, api_version=1, roles=roles, config=config, layers=toolkit), NoOptions())
-        load_weights(model, StateDictLoader(tiny.tensors()), tiny.info, show_progress=False, rank=rank)
-        return lambda: LocalDriver(model, toolkit).step(dict(prompts))
+        model, toolkit = rank_model(factory, tiny, rank, size, replay)
+
+        def answer() -> Answer:
+            driver, begin = LocalDriver(model, toolkit), 0
+            found: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+            for length in chunks or [max(map(len, prompts.values()))]:
+                step = {name: list(prompt[begin : begin + length]) for name, prompt in prompts.items()}
+                for name, part in driver.step({name: ids for name, ids in step.items() if ids}).items():
+                    found[name].append(part)
+                begin += length
+            return {name: torch.cat(parts) for name, parts in found.items()}
+
+        return answer
 
     return RankAnswers(replay.run([rank_of(rank) for rank in range(size)]), len(replay.results))

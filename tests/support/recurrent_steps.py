@@ -21,10 +21,23 @@ from hardpoint_torch_runtime.layers import (
     UnquantizedLinearMethod,
 )
 
-__all__ = ["CPU", "Ranks", "Sequences", "check_any_split", "close", "factory_of", "load"]
+__all__ = [
+    "CPU",
+    "Ranks",
+    "Sequences",
+    "check_any_split",
+    "check_kept_states",
+    "check_profiling",
+    "check_two_steps",
+    "close",
+    "factory_of",
+    "load",
+]
 
 CPU = torch.device("cpu")
 Layer = TypeVar("Layer", bound=RecurrentLayer)
+Recurrence = Callable[[torch.Tensor], torch.Tensor]
+"""Outputs [T, C] of one sequence [T, C], token after token in float64."""
 
 
 def _plain(name: str, shape: LinearShape) -> LinearMethod:
@@ -161,9 +174,7 @@ class Ranks:
     def close(self) -> None: ...
 
 
-def check_any_split(
-    mixer: RecurrentLayer, hidden_size: int, recurrence: Callable[[torch.Tensor], torch.Tensor], data: st.DataObject
-) -> None:
+def check_any_split(mixer: RecurrentLayer, hidden_size: int, recurrence: Recurrence, data: st.DataObject) -> None:
     """Sequences join, go on by any number of tokens next to others or pause; each must come out as ``recurrence`` says
     of all of its tokens, whatever mode the states are kept in."""
     runner = Sequences(
@@ -187,3 +198,38 @@ def check_any_split(
             outputs[name].append(output)
     for name, tokens in hidden.items():
         close(torch.cat(outputs[name]), recurrence(tokens))
+
+
+def check_two_steps(mixer: RecurrentLayer, hidden_size: int, recurrence: Recurrence) -> None:
+    """A prompt in two steps and then single tokens, beside another and before padding."""
+    runner = Sequences(mixer, chunk_tokens=5)
+    hidden = torch.randn(25, hidden_size)
+    parts = [runner.step({"a": part, "b": part}, num_padding=2)["a"] for part in hidden.split([13, 9, 1, 1, 1])]
+    close(torch.cat(parts), recurrence(hidden))
+
+
+def check_kept_states(
+    mixer: RecurrentLayer, hidden_size: int, recurrence: Recurrence, mode: MambaCacheMode, num_checkpoints: int
+) -> None:
+    """A sequence of five blocks goes on from every state that was kept, and no other one was written: in mode ``all``
+    one per block, in mode ``align`` the last and the checkpoints before it."""
+    runner = Sequences(mixer, mode=mode, chunk_tokens=64, num_checkpoints=num_checkpoints)
+    hidden = torch.randn(22, hidden_size)
+    runner.step({"a": hidden[:20], "b": torch.randn(3, hidden_size)})
+    expected = recurrence(hidden)
+    kept = range(5) if mode is MambaCacheMode.ALL else range(4 - num_checkpoints, 5)
+    is_written = [not bool(state.isnan().any()) for state in runner.states[1][runner.tables["a"]]]
+    assert is_written == [position in kept for position in range(5)]
+    for position in kept:
+        runner.computed["c"] = 4 * (position + 1)
+        runner.tables["c"] = runner.tables["a"][: position + 1]
+        close(runner.step({"c": hidden[4 * (position + 1) :]})["c"], expected[4 * (position + 1) :])
+
+
+@torch.inference_mode()
+def check_profiling(mixer: RecurrentLayer, hidden_size: int, recurrence: Recurrence, num_tokens: int) -> None:
+    """Without metadata all tokens are one row, and no cache is touched."""
+    hidden = torch.randn(num_tokens, hidden_size)
+    context = ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=num_tokens)
+    with set_forward_context(context):
+        close(mixer(hidden), recurrence(hidden))

@@ -6,21 +6,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from hardpoint.interfaces.model import ModelContext
-from hardpoint.interfaces.plugin import NoOptions, ProcessRole
-from hardpoint.interfaces.worker import ParallelSlice
-from hardpoint_attention.reference import ReferenceBackend
 from hardpoint_models.olmo import create_olmo2
 from hardpoint_models.phi3 import create_phi3
-from hardpoint_testing_torch import StateDictLoader, make_tiny_model, relative_error, worker_config
+from hardpoint_testing_torch import make_tiny_model, relative_error
 from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory
 from hardpoint_testing_torch.rank_threads import RankMeeting, RankThreads, ThreadCommunicator
 from hardpoint_testing_torch.tiny_models import TinyModel
-from hardpoint_torch_runtime import LayerToolkit, forward_context, load_weights
+from hardpoint_torch_runtime import forward_context
+from rank_models import rank_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -46,19 +42,7 @@ class OfThread(threading.local):
 
 
 def logits_of(tiny: TinyModel, factory: ModelFactory, rank: int, meeting: RankMeeting) -> torch.Tensor:
-    parallel = ParallelSlice(world_size=meeting.size, rank=rank, tensor_parallel_size=meeting.size)
-    config = msgspec.structs.replace(worker_config(tiny.info), parallel=parallel)
-    toolkit = LayerToolkit.create(
-        config,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        attention_backend=ReferenceBackend(),
-        communicator=ThreadCommunicator(meeting, rank),
-    )
-    roles = frozenset({ProcessRole.WORKER})
-    context = ModelContext(name=tiny.info.architecture, api_version=1, roles=roles, config=config, layers=toolkit)
-    model = factory(context, NoOptions())
-    load_weights(model, StateDictLoader(tiny.tensors()), tiny.info, show_progress=False, rank=rank)
+    model, toolkit = rank_model(factory, tiny, rank, meeting.size, ThreadCommunicator(meeting, rank))
     return LocalDriver(model, toolkit).step({"a": PROMPT})["a"]
 
 

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces import MambaCacheMode
-from hardpoint_torch_runtime import ForwardContext, set_forward_context
 from hardpoint_torch_runtime.layers import DeltaMixer, DeltaSizes, TensorParallel
-from recurrent_steps import Ranks, Sequences, check_any_split, close, factory_of, load
+from recurrent_steps import (
+    Ranks,
+    Sequences,
+    check_any_split,
+    check_kept_states,
+    check_profiling,
+    check_two_steps,
+    close,
+    factory_of,
+    load,
+)
 
 SIZES = DeltaSizes(hidden_size=12, num_heads=6, head_size=4, num_groups=2, key_size=5, conv_width=4, norm_eps=1e-5)
 VARIANTS = {
@@ -85,34 +94,22 @@ def test_any_split_into_steps_equals_the_recurrence(variant: str, data: st.DataO
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prompt_in_two_steps_and_then_single_tokens(variant: str) -> None:
     sizes, stored = VARIANTS[variant], weights(VARIANTS[variant])
-    runner = Sequences(load(create(sizes), stored), chunk_tokens=5)
-    hidden = torch.randn(25, sizes.hidden_size)
-    parts = [runner.step({"a": part, "b": part}, num_padding=2)["a"] for part in hidden.split([13, 9, 1, 1, 1])]
-    close(torch.cat(parts), recurrence(sizes, stored, hidden))
+    check_two_steps(load(create(sizes), stored), sizes.hidden_size, lambda tokens: recurrence(sizes, stored, tokens))
 
 
 @pytest.mark.parametrize(("mode", "num_checkpoints"), [(MambaCacheMode.ALL, 0), (MambaCacheMode.ALIGN, 2)])
 def test_a_sequence_goes_on_from_every_state_that_was_kept(mode: MambaCacheMode, num_checkpoints: int) -> None:
     """R1.33: mode ``all`` keeps one per block; mode ``align`` the last and the checkpoints before it."""
     stored = weights(SIZES)
-    runner = Sequences(load(create(SIZES), stored), mode=mode, chunk_tokens=64, num_checkpoints=num_checkpoints)
-    hidden = torch.randn(22, SIZES.hidden_size)
-    runner.step({"a": hidden[:20], "b": torch.randn(3, SIZES.hidden_size)})
-    expected = recurrence(SIZES, stored, hidden)
-    for position in range(5) if mode is MambaCacheMode.ALL else range(2, 5):
-        runner.computed["c"] = 4 * (position + 1)
-        runner.tables["c"] = runner.tables["a"][: position + 1]
-        close(runner.step({"c": hidden[4 * (position + 1) :]})["c"], expected[4 * (position + 1) :])
+    mixer = load(create(SIZES), stored)
+    check_kept_states(mixer, SIZES.hidden_size, lambda tokens: recurrence(SIZES, stored, tokens), mode, num_checkpoints)
 
 
-@torch.inference_mode()
 def test_profiling_computes_all_tokens_as_one_row_and_touches_no_cache() -> None:
     """R5.40."""
     stored = weights(SIZES)
-    hidden = torch.randn(140, SIZES.hidden_size)
     mixer = load(create(SIZES), stored)
-    with set_forward_context(ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=140)):
-        close(mixer(hidden), recurrence(SIZES, stored, hidden))
+    check_profiling(mixer, SIZES.hidden_size, lambda tokens: recurrence(SIZES, stored, tokens), 140)
 
 
 @torch.inference_mode()

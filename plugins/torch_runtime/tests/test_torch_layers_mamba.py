@@ -21,7 +21,17 @@ from hardpoint_torch_runtime.layers import (
     TensorParallel,
     UnquantizedLinearMethod,
 )
-from recurrent_steps import CPU, Ranks, Sequences, check_any_split, close, factory_of, load
+from recurrent_steps import (
+    CPU,
+    Ranks,
+    Sequences,
+    check_any_split,
+    check_kept_states,
+    check_profiling,
+    close,
+    factory_of,
+    load,
+)
 
 SIZES = MambaSizes(
     hidden_size=12, num_heads=6, head_size=4, num_groups=2, state_size=5, conv_width=4, norm_eps=1e-5, has_bias=True
@@ -93,17 +103,8 @@ def test_any_split_into_steps_equals_the_recurrence(variant: str, data: st.DataO
 def test_a_sequence_goes_on_from_every_state_that_was_kept(mode: MambaCacheMode, num_checkpoints: int) -> None:
     """R1.33: mode ``all`` keeps one per block; mode ``align`` the last and the checkpoints before it."""
     stored = weights(SIZES)
-    runner = Sequences(load(create(SIZES), stored), mode=mode, chunk_tokens=64, num_checkpoints=num_checkpoints)
-    hidden = torch.randn(22, SIZES.hidden_size)
-    runner.step({"a": hidden[:20], "b": torch.randn(3, SIZES.hidden_size)})
-    expected = recurrence(SIZES, stored, hidden)
-    kept = range(5) if mode is MambaCacheMode.ALL else range(2, 5)
-    is_written = [not bool(state.isnan().any()) for state in runner.states[1][runner.tables["a"]]]
-    assert is_written == [position in kept for position in range(5)]
-    for position in kept:
-        runner.computed["c"] = 4 * (position + 1)
-        runner.tables["c"] = runner.tables["a"][: position + 1]
-        close(runner.step({"c": hidden[4 * (position + 1) :]})["c"], expected[4 * (position + 1) :])
+    mixer = load(create(SIZES), stored)
+    check_kept_states(mixer, SIZES.hidden_size, lambda tokens: recurrence(SIZES, stored, tokens), mode, num_checkpoints)
 
 
 @pytest.mark.parametrize("mode", [MambaCacheMode.NONE, MambaCacheMode.ALL])
@@ -137,14 +138,11 @@ def test_a_gentle_decay_behind_a_steep_one_keeps_its_precision() -> None:
     close(runner.step({"a": hidden})["a"], recurrence(sizes, stored, hidden))
 
 
-@torch.inference_mode()
 def test_profiling_computes_all_tokens_as_one_row_and_touches_no_cache() -> None:
     """R5.40."""
     stored = weights(SIZES)
-    hidden = torch.randn(70, SIZES.hidden_size)
     mixer = load(create(SIZES), stored)
-    with set_forward_context(ForwardContext(attention_metadata=None, slot_mapping={}, kv_caches={}, num_tokens=70)):
-        close(mixer(hidden), recurrence(SIZES, stored, hidden))
+    check_profiling(mixer, SIZES.hidden_size, lambda tokens: recurrence(SIZES, stored, tokens), 70)
 
 
 def test_rows_without_new_tokens_of_their_own_kind() -> None:

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.ending import Ending, generating_pooling
 from hardpoint_models.label_head import LabelHead
+from hardpoint_models.pooled_model import PooledModel
 from hardpoint_models.text_pooling import SENTENCE_FIELD
 from hardpoint_torch_runtime.layers import LayerNorm, LayerToolkit, RMSNorm
 from hardpoint_torch_runtime.lowering import LoweredForward, NotStandard, StandardStack
@@ -123,7 +123,7 @@ class LayerStack(torch.nn.Module):
         return hidden if residual is None else residual.add_(hidden)
 
 
-class CausalModel(torch.nn.Module):
+class CausalModel(PooledModel):
     """Model of one pipeline stage. Between stages travels ``hidden``, the sum of output and residual, [T, C].
 
     Families build their ``stack`` and say in :meth:`enter` and :meth:`finish_logits` what they do before and after.
@@ -142,15 +142,13 @@ class CausalModel(torch.nn.Module):
         embedding_size: int | None = None,
         head_bias: bool = False,
     ) -> None:
-        super().__init__()
-        self._info = info
-        self.pooling = generating_pooling(info) if ending is None else ending.pooling
+        super().__init__(info, generating_pooling(info) if ending is None else ending.pooling)
         self._num_layers = config.num_layers
         self.stage = stage if stage is not None else StageRange(0, config.num_layers)
         self.model = make_stack(self.stage)
         self._predicts = ending is None
         self._label_rules = () if ending is None else ending.rules
-        self.lm_head = self.labels = None
+        self.lm_head = None
         if self.stage.has_head and ending is None:
             tied_to = self.model.embed_tokens if config.is_tied else None
             self.lm_head = layers.lm_head(
@@ -159,30 +157,6 @@ class CausalModel(torch.nn.Module):
         elif self.stage.has_head and ending is not None and ending.labels is not None:
             self.labels = LabelHead(ending.labels, config.hidden_size, layers)
         self._kv_specs = layers.kv_cache_specs()
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def pooling_method(self) -> str:
-        """How the hidden states of a text become one result, unless a request says otherwise."""
-        return self.pooling.method
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether embeddings have length one, unless a request says otherwise."""
-        return self.pooling.normalizes
-
-    @property
-    def embedding_dimensions(self) -> tuple[int, ...]:
-        """To how many entries embeddings may be cut; empty where any number will do."""
-        return self.pooling.dimensions
-
-    @property
-    def score_head(self) -> LabelHead | None:
-        """What makes scores of pooled states, in models that judge texts."""
-        return self.labels
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(token_ids)
@@ -236,9 +210,6 @@ class CausalModel(torch.nn.Module):
             return list(rules)
         bare = [rule for rule in rules if rule.pattern.startswith("model.")]
         return [*rules, *(replace(rule, pattern=rule.pattern.removeprefix("model.")) for rule in bare)]
-
-    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        return self._kv_specs
 
     def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
         for index, layer in self.model.layers.items():

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from hardpoint.interfaces.kv_cache import KVCacheSpec
 from hardpoint.interfaces.model import StageOutput, StageRange, WeightRule
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_models.label_head import LabelHead, LabelShape
+from hardpoint_models.pooled_model import PooledModel
 from hardpoint_models.text_pooling import TextPooling
 from hardpoint_torch_runtime.layers import LayerToolkit
 
@@ -53,7 +53,7 @@ class EncoderStack(torch.nn.Module):
         self.layer = torch.nn.ModuleDict({str(index): make_layer(index) for index in range(stage.first, stage.last)})
 
 
-class EncoderModel(torch.nn.Module):
+class EncoderModel(PooledModel):
     """Model of one pipeline stage. Between stages travels ``hidden``, [T, C].
 
     A text must be computed in one step, since its tokens see those behind them. ``labels`` is the head behind the last
@@ -70,41 +70,14 @@ class EncoderModel(torch.nn.Module):
         make_stack: Callable[[StageRange], EncoderStack],
         labels: LabelShape | None = None,
     ) -> None:
-        super().__init__()
-        self._info = info
+        super().__init__(info, config.pooling)
         self._num_layers = config.num_layers
-        self.pooling = config.pooling
         self.stage = stage if stage is not None else StageRange(0, config.num_layers)
         self.embeddings = make_embeddings() if self.stage.has_embedding else None
         self.encoder = make_stack(self.stage)
-        self.labels = None
         if labels is not None and self.stage.has_head:
             self.labels = LabelHead(labels, config.hidden_size, layers)
         self._kv_specs = layers.kv_cache_specs()
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def pooling_method(self) -> str:
-        """How the hidden states of a text become one result, unless a request says otherwise."""
-        return self.pooling.method
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether embeddings have length one, unless a request says otherwise."""
-        return self.pooling.normalizes
-
-    @property
-    def embedding_dimensions(self) -> tuple[int, ...]:
-        """To how many entries embeddings may be cut; empty where any number will do."""
-        return self.pooling.dimensions
-
-    @property
-    def score_head(self) -> LabelHead | None:
-        """What makes scores of pooled states, in models that judge texts."""
-        return self.labels
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embeddings().words(token_ids)
@@ -134,9 +107,6 @@ class EncoderModel(torch.nn.Module):
             f"{self._info.architecture} computes embeddings and no logits, so it cannot generate; ask for the task "
             "'embed'"
         )
-
-    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        return self._kv_specs
 
     def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
         for index, layer in self.encoder.layer.items():

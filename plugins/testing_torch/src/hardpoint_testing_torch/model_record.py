@@ -27,8 +27,11 @@ def with_report(facts: ModelFacts, report: ParityReport) -> ModelFacts:
         if result.verdict is Verdict.NOT_RUN:
             told = not_run.setdefault(result.note, [])
             told += [result.mode] if result.mode not in told else []
-    left_out = {why: tuple(modes) for why, modes in not_run.items()}
-    return msgspec.structs.replace(facts, comparisons=(*others, made), not_run=left_out)
+    comparisons = (*others, made)
+    absent = {mode for one in comparisons for mode, cell in one.modes.items() if cell == Verdict.NOT_RUN}
+    kept = {why: tuple(mode for mode in modes if mode in absent) for why, modes in not_run.items()}
+    reasons = {why: modes for why, modes in kept.items() if modes}
+    return msgspec.structs.replace(facts, comparisons=comparisons, not_run=reasons)
 
 
 def record(path: Path, report: ParityReport) -> None:
