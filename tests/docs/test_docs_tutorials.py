@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from doc_reader import TUTORIALS, Reader, story
 from hardpoint import LLM, Prompt, SamplingParams
 from hardpoint.testing.scaffold import Blueprint, write_package
 from hardpoint_attention.reference import ReferenceBackend
+from hardpoint_models.extension import DecoderConfig
 from hardpoint_testing_torch import check_parity, make_tiny_model
 from scratch_install import write_metadata
 from tiny_llama import write_tiny_llama
@@ -74,14 +76,26 @@ def test_the_code_of_the_page_runs_a_tiny_model(
 
 
 def test_the_model_of_the_page_computes_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than 120 lines, and every way of cutting prompts comes to the same."""
+    """Less than 120 lines, as many as it says, and every way of cutting prompts comes to the same."""
     (source,) = (block for block in blocks_of(PAGES["add-a-model"]) if (block.file or "").endswith("__init__.py"))
-    assert len(source.text.splitlines()) < 120
+    count = len(source.text.splitlines())
+    assert count < 120
+    assert f"It takes {count} lines" in PAGES["add-a-model"].read_text(encoding="utf-8")
     (tmp_path / "page_exaone.py").write_text(source.text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("page_exaone")
     tiny = make_tiny_model("Exaone4ForCausalLM", tmp_path / "tiny", num_hidden_layers=4, sliding_window=7, head_dim=20)
     check_parity(tiny, module.create, ReferenceBackend())
+
+
+def test_the_page_on_models_tells_every_way_in_which_decoders_differ() -> None:
+    """Sizes apart, which all have."""
+    text = PAGES["add-a-model"].read_text(encoding="utf-8")
+    untold = {one.name for one in fields(DecoderConfig) if f"`{one.name}`" not in text}
+    assert untold == {
+        *("hidden_size", "intermediate_size", "vocab_size", "head_size", "norm_eps"),
+        *("num_layers", "num_heads", "num_kv_heads"),
+    }
 
 
 @pytest.fixture
