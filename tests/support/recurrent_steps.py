@@ -204,7 +204,7 @@ def check_two_steps(mixer: RecurrentLayer, hidden_size: int, recurrence: Recurre
     """A prompt in two steps and then single tokens, beside another and before padding."""
     runner = Sequences(mixer, chunk_tokens=5)
     hidden = torch.randn(25, hidden_size)
-    parts = [runner.step({"a": part, "b": part}, num_padding=2)["a"] for part in hidden.split([13, 9, 1, 1, 1])]
+    parts = [runner.step({"a": part, "b": part}, num_padding=2)["a"] for part in torch.split(hidden, [13, 9, 1, 1, 1])]
     close(torch.cat(parts), recurrence(hidden))
 
 
