@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,6 +25,7 @@ from tiny_llama import write_tiny_llama
 from workspace import ROOT, read_toml
 
 PAGES = {name: ROOT / f"docs/extend/{name}.md" for name in TUTORIALS}
+COUNTS = re.compile(r"PASSED  (\d+ rules kept, \d+ optional not claimed)")
 PASSED = "verdict: 1 of 1 plugins keep the rules of their kinds"
 
 
@@ -31,12 +33,18 @@ class Walk:
     """A page that was followed to its end. ``said`` pairs each step with what it printed."""
 
     def __init__(self, page: Path, reader: Reader) -> None:
-        self.reader = reader
+        self.page, self.reader = page, reader
         self.said: list[tuple[Block, str]] = [(block, reader.follow(block)) for block in story(page, slow=True)]
 
     def after(self, command: str) -> list[str]:
         """Outputs of the steps that hold ``command``, in order."""
         return [text for block, text in self.said if command in block.text]
+
+    def require_counts(self, said: str) -> None:
+        """How many rules were kept and not claimed is what the page shows."""
+        shown = COUNTS.findall(self.page.read_text(encoding="utf-8"))
+        assert shown
+        assert shown == COUNTS.findall(said)[: len(shown)]
 
     def tokens(self, name: str) -> list[int]:
         """Tokens in the file ``name``, where a step put what ``generate --json`` printed."""
@@ -119,6 +127,7 @@ class TestWalks:
         """Scaffold, fill in the forward, pass the kit, generate: the tokens are those of the default backend."""
         walk = Walk(PAGES["write-an-attention-backend"], reader)
         assert [PASSED in verdict for verdict in walk.after("plugins test hardpoint-sdpa")] == [True]
+        walk.require_counts(walk.after("plugins test hardpoint-sdpa")[0])
         tokens = walk.tokens("sdpa.json")
         assert len(tokens) == 8
         assert tokens == walk.tokens("default.json")
@@ -129,6 +138,7 @@ class TestWalks:
         walk = Walk(PAGES["write-a-quantization-method"], reader)
         kept, broken = walk.after("plugins test hardpoint-grouped")
         assert PASSED in kept
+        walk.require_counts(kept)
         assert "1.062 bytes per weight, promised are 1.05" in broken
         assert len(walk.tokens("grouped.json")) == 8
         assert walk.tokens("grouped.json")[:2] == walk.tokens("default.json")[:2], "eight bits keep what is certain"
