@@ -175,6 +175,19 @@ def test_prompts_are_asked_for_before_a_model_is_loaded(hardpoint: CommandLine, 
         assert "Loading" not in done.err
 
 
+def test_weights_that_are_stored_quantized_are_one_line(hardpoint: CommandLine, tmp_path: Path) -> None:
+    """Named by their method, whether or not one of ours is asked for; made-up weights are dense."""
+    folder = write_tiny_llama(tmp_path / "awq")
+    path = folder / "config.json"
+    told = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **told}), encoding="utf-8")
+    plain = hardpoint("generate", folder, "--prompt", "x").complaint()
+    assert "UnsupportedModelError" in plain
+    assert "stored quantized by 'awq'" in plain
+    assert "quantized already" in hardpoint("generate", folder, "--prompt", "x", "--quantization", "int8").complaint()
+    assert hardpoint("generate", folder, "--prompt", "x", "--max-tokens", 1, "--loader", "dummy").status == 0
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
