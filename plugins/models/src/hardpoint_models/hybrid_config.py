@@ -86,19 +86,28 @@ BAMBA_RULES = (
     WeightRule(f"{LAYER}.feed_forward.down_proj.*", f"{LAYER}.mlp.down_proj.*"),
 )
 
+
+def _shared_rules(held: str) -> tuple[WeightRule, ...]:
+    """Of the block that all tokens pass: checkpoints hold gate and up as one, files of other formats apart."""
+    return (
+        WeightRule(f"{LAYER}.shared_mlp.input_linear.*", held),
+        *(WeightRule(f"{LAYER}.shared_mlp.{part}_proj.*", held, part) for part in ("gate", "up")),
+    )
+
+
 GRANITE_RULES = (
     WeightRule("model.norm.weight", "model.norm.weight"),
     WeightRule(f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.post_attention_layernorm.weight"),
 )
 GRANITE_DENSE_RULES = (
     *GRANITE_RULES,
-    WeightRule(f"{LAYER}.shared_mlp.input_linear.*", f"{LAYER}.mlp.gate_up_proj.*"),
+    *_shared_rules(f"{LAYER}.mlp.gate_up_proj.*"),
     WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.down_proj.*"),
 )
 
 GRANITE_SPARSE_RULES = (
     *GRANITE_RULES,
-    WeightRule(f"{LAYER}.shared_mlp.input_linear.*", f"{LAYER}.mlp.shared_experts.gate_up_proj.*"),
+    *_shared_rules(f"{LAYER}.mlp.shared_experts.gate_up_proj.*"),
     WeightRule(f"{LAYER}.shared_mlp.output_linear.*", f"{LAYER}.mlp.shared_experts.down_proj.*"),
     *EXPERT_RULES,
 )
