@@ -51,7 +51,9 @@ NEEDS: Mapping[str, Need] = {
         ("hardpoint.graph_backend.v1:cuda_graphs",),
         max_seconds=6 * MAX_SECONDS,  # said by the worker, which loads the model first
     ),
-    "hardpoint-models": Need(GENERATE, ("hardpoint.model.v1:LlamaForCausalLM",)),
+    "hardpoint-models": Need(
+        (*GENERATE, "--plugin", "worker.torch.fallback_model=null"), ("hardpoint.model.v1:LlamaForCausalLM",)
+    ),
     "hardpoint-observability": Need((*SERVE, "--plugins", "log"), ("'log'", "install its distribution")),
     "hardpoint-parallel": Need(
         (*GENERATE, "--tensor-parallel-size", "2"),
@@ -66,6 +68,9 @@ NEEDS: Mapping[str, Need] = {
     "hardpoint-serving": Need(SERVE, ("hardpoint.endpoint.v1:openai", "hardpoint.endpoint.v1:ops")),
     "hardpoint-terminal": Need(GENERATE, ("'generate'", "hardpoint.cli_command.v1:generate"), 2),
     "hardpoint-torch-runtime": Need(GENERATE, ("worker plugin 'torch'", "hardpoint.worker.v1:torch")),
+    "hardpoint-transformers-models": Need(
+        (*GENERATE, "--plugin", "worker.torch.model=transformers"), ("hardpoint.model.v1:transformers",)
+    ),
     "hardpoint-triton-kernels": Need(
         (*GENERATE, "--plugin", 'worker.torch.kernel_overrides={"rms_norm":"triton_rms_norm"}'),
         ("hardpoint.kernel_override.v1:triton_rms_norm",),

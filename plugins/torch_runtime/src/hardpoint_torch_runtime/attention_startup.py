@@ -19,6 +19,7 @@ from hardpoint_torch_runtime.backend_selection import AttentionChoice, Attention
 from hardpoint_torch_runtime.layers.context_shards import ContextShards
 from hardpoint_torch_runtime.layers.parallel import TensorParallel
 from hardpoint_torch_runtime.layers.toolkit import LayerToolkit
+from hardpoint_torch_runtime.model_choice import ModelChoice
 from hardpoint_torch_runtime.model_loading import create_model, torch_dtype
 from hardpoint_torch_runtime.plugin_access import create_in_worker
 
@@ -54,7 +55,7 @@ class AttentionReport:
         candidates: all of them with their answers, in the order of preference.
         chosen: the plugin that would compute; None: none accepts, and a start would fail.
         block_size, kernel_block_size: tokens of a KV cache block, and of those that kernels see of it.
-        notes: what kept the report from saying more.
+        notes: what kept the report from saying more, and which plugin runs a model that has none of its own.
     """
 
     device: str
@@ -91,6 +92,7 @@ def attention_report(
     config: WorkerConfig,
     described: DeviceDescription,
     context_shards: ContextShards | None = None,
+    model: ModelChoice | None = None,
 ) -> AttentionReport:
     """The decision for ``described`` without binding a device, allocating a model or reading a weight.
 
@@ -101,9 +103,11 @@ def attention_report(
     # Backends may bring KV cache dtypes along, which layers look up when they are created.
     selector.examine({bare_need(base): ()})
     notes = []
+    if model is not None and model.reason:
+        notes.append(f"model plugin {model.plugin!r} runs {config.model.architecture}: {model.reason}")
     needs: Needs = {base: ()}
     try:
-        needs = _needs_of_model(plugins, config, base, context_shards)
+        needs = _needs_of_model(plugins, config, base, context_shards, model)
     except HardpointError as error:
         notes.append(f"layers could not be created, so this goes by the model's configuration alone: {error}")
     verdicts = selector.examine(needs)
@@ -120,13 +124,17 @@ def attention_report(
 
 
 def _needs_of_model(
-    plugins: PluginAccess, config: WorkerConfig, base: AttentionNeed, context_shards: ContextShards | None
+    plugins: PluginAccess,
+    config: WorkerConfig,
+    base: AttentionNeed,
+    context_shards: ContextShards | None,
+    model: ModelChoice | None,
 ) -> Needs:
     """Of layers on torch's device without memory. Ranks are not there, and no layer computes."""
     parallel = TensorParallel(0, config.parallel.tensor_parallel_size)
     meta, dtype = torch.device("meta"), torch_dtype(config.dtype)
     toolkit = LayerToolkit(config, meta, dtype, None, None, parallel, context_shards=context_shards)
-    create_model(plugins, config, toolkit)
+    create_model(plugins, config, toolkit, model)
     return layer_needs(base, toolkit.attention_layers.values()) or {bare_need(base): ()}
 
 

@@ -17,6 +17,7 @@ from hardpoint.interfaces.quantization import QuantizationMethod
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint_torch_runtime.backend_selection import AttentionChoice
 from hardpoint_torch_runtime.layers import ContextShards, LayerToolkit, LoadingObserver
+from hardpoint_torch_runtime.model_choice import ModelChoice
 from hardpoint_torch_runtime.ops.seams import Kernels
 from hardpoint_torch_runtime.plugin_access import create_in_worker, extend_context
 from hardpoint_torch_runtime.stored_quantization import require_dense_weights
@@ -53,10 +54,12 @@ def load_model(
     communicator: Communicator | None = None,
     state_mode: MambaCacheMode = MambaCacheMode.NONE,
     context_shards: ContextShards | None = None,
+    choice: ModelChoice | None = None,
 ) -> LoadedModel:
     """Create the architecture's model, with ``kernels`` at the seams, and fill it with this rank's share.
 
     ``attend`` binds the layers to an attention backend once all of them are there, before any weight is read.
+    ``choice``: the model plugin, by default the one of the architecture's name.
 
     Raises ``UnsupportedModelError`` for an architecture without a plugin and, before anything is allocated, for weights
     stored quantized while no method was chosen; ``ModelFormatError`` for weights that do not fit; ``ConfigError`` for a
@@ -79,7 +82,7 @@ def load_model(
         state_mode=state_mode,
         context_shards=context_shards,
     )
-    model = create_model(plugins, config, toolkit)
+    model = create_model(plugins, config, toolkit, choice)
     attention = attend(toolkit)
     shown, rank = config.show_progress, config.parallel.rank
     report = load_weights(model, loader, config.model, show_progress=shown, rank=rank, unpack=unpack)
@@ -91,15 +94,18 @@ def load_model(
     return LoadedModel(model, toolkit, report, attention)
 
 
-def create_model(plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit) -> Model:
+def create_model(
+    plugins: PluginAccess, config: WorkerConfig, toolkit: LayerToolkit, choice: ModelChoice | None = None
+) -> Model:
     """The architecture's model without weights. Raises as :func:`load_model` does."""
     architecture = config.model.architecture
+    name = architecture if choice is None else choice.plugin
     num_layers = config.model.config.get("num_hidden_layers")
     stage = StageRange(0, num_layers) if isinstance(num_layers, int) else None
     try:
-        base = plugins.context("model", architecture)
+        base = plugins.context("model", name)
         context = extend_context(ModelContext, base, config=config, stage=stage, layers=toolkit)
-        model: Model = plugins.create("model", architecture, context)
+        model: Model = plugins.create("model", name, context)
     except PluginNotFoundError as error:
         raise UnsupportedModelError(
             f"nothing installed runs the architecture {architecture!r} of {config.model.artifact.name!r}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from hardpoint_torch_runtime.batch_invariance import require_batch_invariance
 from hardpoint_torch_runtime.communication import create_communicator, require_alike, smallest
 from hardpoint_torch_runtime.context_sharing import context_shards
 from hardpoint_torch_runtime.layers.context_shards import ContextPlace
+from hardpoint_torch_runtime.model_choice import ModelChoice, choose_model
 from hardpoint_torch_runtime.model_loading import LoadedModel, load_model, torch_dtype
 from hardpoint_torch_runtime.model_lowering import ModelLowering, chosen_compiler
 from hardpoint_torch_runtime.ops.dispatch import KernelTable, select_kernels
@@ -53,6 +55,14 @@ __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
 class TorchWorkerOptions(PoolingOptions):
     """Options under ``plugins.worker.torch``."""
 
+    model: str | None = Field(
+        default=None, description="`model` plugin to run instead of the one that is named like the architecture"
+    )
+    fallback_model: str | None = Field(
+        default="transformers",
+        description="`model` plugin that runs architectures without one of their name, where it is installed; unset: "
+        "they are refused",
+    )
     logits_processors: tuple[str, ...] = Field(
         default=(), description="`logits_processor` plugins to run, in this order"
     )
@@ -197,6 +207,7 @@ class TorchWorker(Worker):
             self._communicator,
             MambaCacheMode(self.options.recurrent_states),
             self._shards,
+            self._choose_model(),
         )
         self._pooling = PoolingPlan.settle(self._loaded.model, self.options, torch_dtype(self.config.dtype))
         OPERATORS.verify()
@@ -219,7 +230,17 @@ class TorchWorker(Worker):
 
     def explain_attention(self, device: DeviceDescription) -> AttentionReport:
         """What a start on ``device``, which need not be there, would decide. Works before any other method."""
-        return attention_report(self._plugins, self._platform, self.config, device, self._shards)
+        choice = choose_model(self.config.model.architecture, self._plugins.names("model"), self.options)
+        return attention_report(self._plugins, self._platform, self.config, device, self._shards, choice)
+
+    def _choose_model(self) -> ModelChoice:
+        """The model plugin, with a line in the log where it is not the architecture's own."""
+        architecture = self.config.model.architecture
+        choice = choose_model(architecture, self._plugins.names("model"), self.options)
+        if choice.reason and self.config.parallel.rank == 0:
+            level = logging.WARNING if choice.is_fallback else logging.INFO
+            self._logger.log(level, "model plugin %r runs %s: %s", choice.plugin, architecture, choice.reason)
+        return choice
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)

@@ -1,0 +1,1 @@
+"""Causal models of the ``transformers`` library on the attention and the linear layers of the torch worker."""

@@ -1,0 +1,158 @@
+"""From a description of a model to its class in ``transformers``, built without memory; and what cannot be run at all.
+
+Only classes of the library itself are built: code that a checkpoint brings along is never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.interfaces.model_source import ModelInfo
+from hardpoint_transformers_models.interception import SHAPES_ONLY
+
+__all__ = ["build_on_meta", "refuse_architecture", "require_known"]
+
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+"""The kinds of layers that keep keys and values and nothing else."""
+GROWING_ROTATIONS = ("dynamic", "longrope")
+"""Kinds of rotary positions whose frequencies depend on the longest sequence of a batch: a token's values would depend
+on its neighbors', and those that were cached would no longer fit."""
+CODE_FIELD = "auto_map"
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+MIXERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.RNNBase)
+
+
+def build_on_meta(info: ModelInfo, dtype: torch.dtype) -> Any:
+    """The architecture's ``PreTrainedModel`` on torch's device without memory.
+
+    Raises ``UnsupportedModelError`` for one that cannot be run this way, with the reason; ``ModelFormatError`` for a
+    configuration that its class refuses.
+    """
+    require_known(info)
+    model_class = getattr(transformers, info.architecture)
+    config = _config_of(model_class, info)
+    refuse_architecture(info.architecture, model_class, config)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(
+                config, dtype=dtype, attn_implementation=SHAPES_ONLY, experts_implementation=SHAPES_ONLY
+            )
+    except Exception as error:
+        raise ModelFormatError(
+            f"{info.architecture}: transformers {transformers.__version__} builds no model from the configuration of "
+            f"{info.artifact.name!r}: {type(error).__name__}: {error}"
+        ) from error
+    _refuse_modules(info.architecture, model)
+    return model.eval().requires_grad_(False)
+
+
+def refuse_architecture(architecture: str, model_class: Any, config: Any) -> None:
+    """Raise ``UnsupportedModelError`` for what class and configuration tell already."""
+    reason = ""
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "it has an encoder, whose output layers attend to; only decoders of text run this way"
+    elif parts := sorted(getattr(config, "sub_configs", None) or ()):
+        reason = f"it is composed of several models ({', '.join(parts)}); only decoders of text run this way"
+    elif getattr(model_class, "_is_stateful", False):
+        reason = "its layers keep a state that is no keys and values"
+    elif not getattr(model_class, "_supports_attention_backend", False):
+        reason = "its class does not let its attention be replaced (it sets no _supports_attention_backend)"
+    elif others := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING):
+        reason = f"it has layers of the kinds {', '.join(others)}; only {', '.join(sorted(ATTENDING))} run this way"
+    elif getattr(config, "is_decoder", True) is False and "is_decoder" in config.to_diff_dict():
+        reason = "it is configured as an encoder (is_decoder is false), whose tokens see those behind them"
+    elif getattr(config, "hidden_size_per_layer_input", None):
+        reason = "its layers look tokens up in tables of their own (hidden_size_per_layer_input)"
+    if reason:
+        raise UnsupportedModelError(f"{architecture} cannot be run by transformers here: {reason}")
+
+
+def require_known(info: ModelInfo, others: Collection[str] = ()) -> None:
+    """Raise ``UnsupportedModelError`` for an architecture that is no causal model of the library; ``others`` are the
+    model plugins that there are beside this one."""
+    name = info.architecture
+    if name in _causal_names():
+        return
+    code = f"; the code that comes with it ({CODE_FIELD}) is never run" if info.config.get(CODE_FIELD) else ""
+    listed = f" Architectures with a plugin: {', '.join(others)}" if others else ""
+    raise UnsupportedModelError(
+        f"nothing installed runs the architecture {name!r} of {info.artifact.name!r}: no causal model of transformers "
+        f"{transformers.__version__} has that name{code}; install a distribution that provides the entry point "
+        f"hardpoint.model.v1:{name}, or a newer transformers if that has it.{listed}"
+    )
+
+
+def _causal_names() -> set[str]:
+    found: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        found.update((names,) if isinstance(names, str) else names)
+    return found
+
+
+def _config_of(model_class: Any, info: ModelInfo) -> Any:
+    _check_fields(model_class, info)
+    fields = {name: value for name, value in info.config.items() if name != CODE_FIELD}
+    if isinstance(fields.get("rope_parameters"), Mapping):
+        # Derived from it by the loader, for models that know the older names only.
+        fields = {name: value for name, value in fields.items() if name not in ("rope_theta", "rope_scaling")}
+    try:
+        return model_class.config_class.from_dict(fields)
+    except Exception as error:
+        raise ModelFormatError(
+            f"{info.architecture}: transformers {transformers.__version__} does not take the configuration of "
+            f"{info.artifact.name!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_fields(model_class: Any, info: ModelInfo) -> None:
+    """Of what is absent the library makes a size of its own, and an unknown activation it does not name."""
+    others = getattr(model_class.config_class, "attribute_map", {})
+    for size in SIZES:
+        if info.config.get(size) is None and info.config.get(others.get(size, size)) is None:
+            raise ModelFormatError(f"{info.architecture}: config field {size!r} is absent; the file is incomplete")
+    for name in ACTIVATIONS:
+        value = info.config.get(name)
+        if value is not None and value not in ACT2FN:
+            raise UnsupportedModelError(
+                f"{info.architecture}: config field {name!r} is {value!r}; transformers {transformers.__version__} has "
+                f"{', '.join(sorted(ACT2FN))}"
+            )
+
+
+def _refuse_modules(architecture: str, model: Any) -> None:
+    """Raise ``UnsupportedModelError`` for what only the modules tell."""
+    base, embedding = model.base_model, model.get_input_embeddings()
+    if base is model or model.get_output_embeddings() is None:
+        raise _refusal(architecture, "its head cannot be told from its layers")
+    accepted = inspect.signature(base.forward).parameters
+    for needed in ("inputs_embeds", "position_ids"):
+        if needed not in accepted:
+            raise _refusal(architecture, f"its layers take no {needed}")
+    vocab_size = model.config.vocab_size
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, MIXERS):
+            raise _refusal(architecture, f"{name} is a {kind}, which keeps a state of its own from token to token")
+        if isinstance(module, torch.nn.Embedding) and module is not embedding and len(module.weight) >= vocab_size:
+            raise _refusal(architecture, f"{name} looks tokens up a second time, which prompts of embeddings lack")
+        rotation = getattr(module, "rope_type", None)
+        kinds = rotation.values() if isinstance(rotation, Mapping) else (rotation,)
+        if growing := sorted({one for one in kinds if one in GROWING_ROTATIONS}):
+            raise _refusal(
+                architecture,
+                f"its rotary positions are of the kind {', '.join(growing)}, whose frequencies depend on the longest "
+                "sequence of a batch",
+            )
+
+
+def _refusal(architecture: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{architecture} cannot be run by transformers here: {reason}")
