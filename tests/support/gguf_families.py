@@ -70,7 +70,8 @@ SIZES: Mapping[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hid
 class GgufFamily:
     """``describe`` gives metadata without the architecture's prefix, ``extra`` further tensors.
 
-    ``is_known_to_transformers``: their own reader of GGUF files takes the architecture.
+    ``is_known_to_transformers``: their own reader of GGUF files takes the architecture with the sizes given here; it
+    knows neither caps of scores nor sizes of shared experts, for one.
     """
 
     architecture: str
@@ -143,7 +144,7 @@ DENSE = (
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         name="windows",
     ),
-    GgufFamily("Phi3ForCausalLM", "phi3", phi3, {"sliding_window": 7}, is_known_to_transformers=True),
+    GgufFamily("Phi3ForCausalLM", "phi3", phi3, {"sliding_window": 7}),
     GgufFamily(
         "Phi3ForCausalLM",
         "phi3",
@@ -159,12 +160,11 @@ DENSE = (
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7, "final_logit_softcapping": 6.0,
          "attn_logit_softcapping": 3.0},
         (add_one_to_norms,),
-        is_known_to_transformers=True,
     ),
 )  # fmt: skip
 CLASSIC = (
     GgufFamily("GPT2LMHeadModel", "gpt2", classic, {"n_inner": 96},
-               (transposed("c_attn", "c_proj", "c_fc"),), is_known_to_transformers=True),
+               (transposed("c_attn", "c_proj", "c_fc"),)),
     GgufFamily("GPTBigCodeForCausalLM", "starcoder", lambda c: {**classic(c), "attention.head_count_kv": 1}),
     GgufFamily("GPTNeoXForCausalLM", "gptneox", neox, steps=(fused("query_key_value", all_heads),)),
     GgufFamily("GPTNeoXForCausalLM", "gptneox", neox, {"use_parallel_residual": False, "tie_word_embeddings": True},
@@ -182,7 +182,7 @@ CLASSIC = (
 )  # fmt: skip
 MIXTURES = (
     GgufFamily("Qwen2MoeForCausalLM", "qwen2moe", experts, {**_MOE, "shared_expert_intermediate_size": 64},
-               (stack_experts, squeeze), is_known_to_transformers=True),
+               (stack_experts, squeeze)),
     GgufFamily("GraniteMoeForCausalLM", "granitemoe", granite_moe,
                {**_FACTORS, "num_local_experts": 4, "num_experts_per_tok": 2},
                (pair_rotated_rows, split_stack("block_sparse_moe", r"\.weight"))),
