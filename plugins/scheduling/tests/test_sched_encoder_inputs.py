@@ -187,9 +187,9 @@ def test_workers_are_told_which_outputs_go() -> None:
 def test_a_request_that_ends_or_is_preempted_lets_go_of_its_outputs() -> None:
     """R3.78."""
     loop = media_loop(max_num_batched_tokens=6)
-    loop.scheduler.add(request("a", prompt(20), features=(image(2, 6, "x"), image(10, 2, "y"))))
+    loop.scheduler.add(request("a", prompt(20), features=(image(2, 7, "x"), image(10, 2, "y"))))
     loop.step()
-    assert planner(loop).cache.num_used == 6
+    assert planner(loop).cache.num_used == 7
     loop.scheduler._lifecycle.preempt(loop.scheduler._state.running.requests[0])
     assert planner(loop).cache.num_used == 0
     assert not planner(loop).watched.any()

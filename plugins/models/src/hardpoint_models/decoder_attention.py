@@ -78,6 +78,7 @@ class DecoderAttention(torch.nn.Module):
             chunk_size=config.chunk_sizes[index] if config.chunk_sizes else None,
             logits_soft_cap=config.attention_soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
+            uses_mm_prefix=config.sees_whole_media,
         )
         self._num_heads = heads
         self._num_rotated = heads + kv_heads

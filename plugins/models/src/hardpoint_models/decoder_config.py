@@ -104,6 +104,7 @@ class DecoderConfig:
             head by head after they have ``rotated``, in layers where they do, without weights.
         chunk_sizes: one entry per layer, tokens of the chunks beyond which nothing is seen, or None; empty for none.
         has_sinks: each head has a sink, a logit without a value.
+        sees_whole_media: tokens of one image see each other in both directions.
         query_temperature: of layers that do not rotate.
         attention_scale: factor on the products of queries and keys.
         pairs_are_neighbors: entries (2 i, 2 i + 1) of a head rotate together, not those half a head apart.
@@ -140,6 +141,7 @@ class DecoderConfig:
     attention_scale: float
     chunk_sizes: tuple[int | None, ...] = ()
     has_sinks: bool = False
+    sees_whole_media: bool = False
     query_temperature: QueryTemperature | None = None
     activation: Activation = "silu"
     pairs_are_neighbors: bool = False

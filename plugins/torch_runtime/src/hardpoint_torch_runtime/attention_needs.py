@@ -95,7 +95,7 @@ def _need_of(base: AttentionNeed, layer: AttentionLayer) -> AttentionNeed:
         uses_sinks=params.sinks is not None,
         uses_relative_bias=params.relative_bias is not None,
         uses_mla=isinstance(layer.spec, MLASpec),
-        uses_mm_prefix=base.uses_mm_prefix and params.kind is AttentionKind.DECODER,
+        uses_mm_prefix=layer.uses_mm_prefix or (base.uses_mm_prefix and params.kind is AttentionKind.DECODER),
         uses_sparse=layer.selects_keys,
         per_head_scales=any(
             scale is not None and scale.numel() > 1 for scale in (params.key_scale, params.value_scale)

@@ -61,6 +61,11 @@ class AttentionChoice:
         return any(need.keeps_prompt for need in self.needs)
 
     @property
+    def uses_mm_prefix(self) -> bool:
+        """Whether tokens of one media item see each other in both directions in some layer."""
+        return any(need.uses_mm_prefix for need in self.needs)
+
+    @property
     def refused(self) -> tuple[tuple[str, str], ...]:
         return tuple((verdict.name, verdict.reason) for verdict in self.verdicts if verdict.outcome == REFUSES)
 

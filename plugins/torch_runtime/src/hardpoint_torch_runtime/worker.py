@@ -294,6 +294,7 @@ class TorchWorker(Worker):
             max_model_len=worker.max_model_len,
             device=self.device,
             keeps_prompt=attention.keeps_prompt,
+            uses_mm_prefix=attention.uses_mm_prefix,
             place=None if self._shards is None else ContextPlace(self._shards, self.loaded.toolkit.parallel.rank),
         )
         kv = KVMemory(config, specs, self.device, groups.kernel_block_size_by_layer, rank=worker.parallel.rank)

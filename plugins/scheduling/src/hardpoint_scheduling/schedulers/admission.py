@@ -206,7 +206,7 @@ class Admission:
             num_new = self._state.kv.aligned_end(start.num_computed, start.num_computed + num_new) - start.num_computed
         if self._state.encoder is None or not request.record.features:
             return num_new
-        reserved = self._state.encoder.reserve(request, start.num_computed, num_new)
+        reserved = self._state.encoder.reserve(request, start.num_computed, num_new, room)
         return reserved if reserved == num_new or chunks else 0
 
     def _allocate(

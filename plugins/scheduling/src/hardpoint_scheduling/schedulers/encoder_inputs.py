@@ -33,14 +33,17 @@ class EncoderPlanner:
     """Lowers the tokens of a row to what its media items allow, and tells the workers what to encode (R3.46).
 
     An item is encoded as a whole before the first of its positions is computed, and its output kept until the last one
-    is. Only rows that have items ahead are looked at; ``watched``, bool over slots, says which.
+    is. Its positions come in one step as well, if any step has so many tokens: some models see all of an item from each
+    of them. Only rows that have items ahead are looked at; ``watched``, bool over slots, says which.
     """
 
-    def __init__(self, budget: int, cache_size: int, num_slots: int) -> None:
+    def __init__(self, budget: int, cache_size: int, num_slots: int, step_tokens: int = 0) -> None:
+        """``step_tokens``: most that a step computes of one request."""
         self.cache = EncoderCache(cache_size)
         self.watched: BoolArray = np.zeros(num_slots, dtype=np.bool_)
         self._budget = budget
         self._left = budget
+        self._step_tokens = step_tokens
         self._held: dict[str, _Held] = {}
         self._chosen: dict[str, list[_Choice]] = {}
 
@@ -71,18 +74,24 @@ class EncoderPlanner:
             if held.slot is not None:
                 self._release_read(request_id, held)
 
-    def reserve(self, request: LiveRequest, computed: int, wanted: int) -> int:
+    def reserve(self, request: LiveRequest, computed: int, wanted: int, room: int = 0) -> int:
         """Take the items among the next ``wanted`` tokens; the number of tokens for which they were to be had.
 
         An item that does not fit ends the tokens before it. One that a cached prefix ends inside ends them at 0: the
-        rest of it cannot be computed without its output.
+        rest of it cannot be computed without its output. Where an item comes next that would be cut, all of it is
+        wanted, if ``room`` has so many tokens.
         """
         features = request.record.features
         for index, feature in enumerate(features):
             if feature.offset >= computed + wanted:
                 break
-            if feature.offset + feature.length <= computed or not feature.length:
+            end = feature.offset + feature.length
+            if end <= computed or not feature.length:
                 continue
+            if end > computed + wanted and feature.length <= self._step_tokens:
+                if feature.offset > computed or end > computed + room:
+                    return max(feature.offset - computed, 0)
+                wanted = end - computed
             if not self._take(request, index):
                 return max(feature.offset - computed, 0)
         return wanted
@@ -108,7 +117,17 @@ class EncoderPlanner:
     ) -> None:
         """Reserve for running rows, in their order; ``wanted`` int32 is lowered in place, to ``most`` at first."""
         for row in np.flatnonzero(self.watched[slots] & (wanted > 0)).tolist():
-            wanted[row] = self.reserve(requests[row], int(computed[row]), min(int(wanted[row]), most))
+            wanted[row] = self.reserve(requests[row], int(computed[row]), min(int(wanted[row]), most), most)
+
+    def keep_whole(
+        self, requests: Sequence[LiveRequest], slots: Int32Array, computed: Int32Array, counts: Int32Array
+    ) -> None:
+        """Lower ``counts`` int32 in place where what is left for a running row ends inside an item, to before it."""
+        for row in np.flatnonzero(self.watched[slots] & (counts > 0)).tolist():
+            first, last = int(computed[row]), int(computed[row] + counts[row])
+            for feature in requests[row].record.features:
+                if feature.offset < last < feature.offset + feature.length <= feature.offset + self._step_tokens:
+                    counts[row] = max(feature.offset - first, 0)
 
     def settle_rows(self, rows: Sequence[LiveRequest], ends: Int32Array) -> None:
         """What running rows get is decided: ``ends`` int32, where each of ``rows`` will be; all others stay."""

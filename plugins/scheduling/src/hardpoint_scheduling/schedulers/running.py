@@ -64,6 +64,9 @@ class RunningLoop:
             self._distribute(work, start, plan)
             if state.kv.step_alignment > 1 and state.limits.chunked_prefill:
                 self._align(work, start)
+            if state.encoder is not None:
+                rest = slice(start, None)
+                state.encoder.keep_whole(work.requests[rest], work.slots[rest], work.computed[rest], work.counts[rest])
             short = self._grow(work, start)
             if short is None:
                 break

@@ -93,7 +93,13 @@ class SchedulerState:
         budget, room = limits.encoder_budget, limits.encoder_cache_size
         if not budget and longest is not None:
             budget = room = max(longest, limits.max_num_batched_tokens)
-        return EncoderPlanner(budget, room, limits.max_num_seqs) if budget else None
+        return EncoderPlanner(budget, room, limits.max_num_seqs, self.step_tokens) if budget else None
+
+    @property
+    def step_tokens(self) -> int:
+        """Most that a step computes."""
+        scheduled = self.limits.max_scheduled_tokens
+        return self.limits.max_num_batched_tokens if scheduled is None else scheduled
 
     def expect_media(self) -> None:
         """A request brings items for encoders. Without limits these get as much as a step has tokens, or the longest
@@ -125,14 +131,11 @@ class SchedulerState:
     def start_plan(self) -> StepPlan:
         """A new step with whole budgets (R3.31); paused wholly, with none (R3.33)."""
         limits = self.limits
-        scheduled = (
-            limits.max_num_batched_tokens if limits.max_scheduled_tokens is None else limits.max_scheduled_tokens
-        )
         step_id = self.counters.next_step_id
         self.counters.next_step_id += 1
         return StepPlan(
             step_id=step_id,
-            budget=0 if self.pause is PauseMode.ALL else scheduled,
+            budget=0 if self.pause is PauseMode.ALL else self.step_tokens,
             input_budget=limits.max_num_batched_tokens,
             num_groups=self.kv.num_groups,
             prefill_cap=self._prefill_cap(),

@@ -67,10 +67,12 @@ class AttentionLayer(UncompiledLayer):
         value_size: int | None = None,
         ranks: ContextRanks | None = None,
         selects_keys: bool = False,
+        uses_mm_prefix: bool = False,
     ) -> None:
         super().__init__()
         self.ranks = ranks
         self.selects_keys = selects_keys
+        self.uses_mm_prefix = uses_mm_prefix
         self.params = params
         self.value_size = params.head_size if value_size is None else value_size
         self.name = params.layer_name

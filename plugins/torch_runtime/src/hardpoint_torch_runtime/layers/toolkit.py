@@ -244,13 +244,15 @@ class LayerToolkit:
         relative_bias: torch.Tensor | None = None,
         max_encoder_tokens: int | None = None,
         selects_keys: bool = False,
+        uses_mm_prefix: bool = False,
     ) -> AttentionLayer:
         """``num_heads`` and ``num_kv_heads`` are this rank's (as ``QKVParallelLinear`` reports them), everything else
         is as in ``AttentionLayerParams``.
 
         Layers of kind ``ENCODER_ONLY`` see both sides of a token and keep nothing. Those of kind ``ENCODER_DECODER``
         attend to an encoder's output and keep the keys and values of ``max_encoder_tokens`` of it at most. With
-        ``selects_keys`` each forward is given which keys its queries see.
+        ``selects_keys`` each forward is given which keys its queries see. With ``uses_mm_prefix`` tokens of one media
+        item see each other in both directions.
         """
         params = AttentionLayerParams(
             layer_name=name,
@@ -271,7 +273,10 @@ class LayerToolkit:
         )
         spec = self._kv_spec(params, max_encoder_tokens)
         ranks = self._ranks_of(spec)
-        return self._add(AttentionLayer(params, self.attention_backend, spec, ranks=ranks, selects_keys=selects_keys))
+        layer = AttentionLayer(
+            params, self.attention_backend, spec, ranks=ranks, selects_keys=selects_keys, uses_mm_prefix=uses_mm_prefix
+        )
+        return self._add(layer)
 
     def attention_sinks(self, name: str, num_heads: int) -> AttentionSinks:
         """What :meth:`attention` takes as ``sinks``, as a module that loads this rank's share of ``num_heads``."""

@@ -26,6 +26,7 @@ from hardpoint_torch_runtime.runner.flags import ExpertExchange, RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.media_ranges import MediaRanges, refuse_ranges
 from hardpoint_torch_runtime.runner.media_stage import MediaModel, MediaStage
 from hardpoint_torch_runtime.runner.pooling import SlotPooling
 from hardpoint_torch_runtime.runner.pooling_plan import PoolingPlan
@@ -133,8 +134,10 @@ def assemble_runner(
     tokens = None if residence is None else residence.tokens
     pooling = SlotPooling(parts.pooling or PoolingPlan.settle(model))
     encoder = _encoder(model, slots, device)
-    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, encoder)
+    ranges = MediaRanges(config.max_num_seqs) if groups.uses_mm_prefix else None
+    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, encoder, ranges)
     flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
+    refuse = parts.refuse if flags.takes_embeddings else _without_embeddings(parts.refuse)
     embeddings = PromptEmbeddings(encoder if isinstance(encoder, MediaStage) else None)
     state = BatchState(
         slots,
@@ -142,7 +145,7 @@ def assemble_runner(
         kv,
         embeddings,
         parts.processors,
-        parts.refuse if flags.takes_embeddings else _without_embeddings(parts.refuse),
+        refuse if ranges is None else _with_whole_items(refuse, config.max_num_batched_tokens),
         repair=partial(without_faults, model),
         parts=[part for part in by_slot if part is not None],
         own_drafts=own_drafts,
@@ -164,6 +167,7 @@ def assemble_runner(
         extensions=parts.extensions,
         device=residence,
         encoder=encoder,
+        ranges=ranges,
     )
 
 
@@ -172,6 +176,14 @@ def _without_embeddings(refuse: RowRefusal | None) -> RowRefusal:
         if row.prompt_embeds is not None:
             return "prompts given as embeddings are switched off; send token ids"
         return None if refuse is None else refuse(row)
+
+    return refuse_row
+
+
+def _with_whole_items(refuse: RowRefusal | None, max_tokens: int) -> RowRefusal:
+    def refuse_row(row: NewRow) -> str | None:
+        reason = None if refuse is None else refuse(row)
+        return reason or refuse_ranges(row.features, max_tokens)
 
     return refuse_row
 

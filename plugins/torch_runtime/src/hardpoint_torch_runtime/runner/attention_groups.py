@@ -87,11 +87,14 @@ class AttentionGroups:
         max_model_len: int,
         device: torch.device,
         keeps_prompt: bool = False,
+        uses_mm_prefix: bool = False,
         place: ContextPlace | None = None,
     ) -> None:
-        """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are. ``place``: this rank,
-        where groups have ``context_shards``."""
+        """``keeps_prompt``: some layer does, so that steps have to tell how long prompts are. ``uses_mm_prefix``: some
+        layer does, so that they have to tell where media are. ``place``: this rank, where groups have
+        ``context_shards``."""
         self.keeps_prompt = keeps_prompt
+        self.uses_mm_prefix = uses_mm_prefix
         self._local_lengths: LocalLengths | None = None
         if place is not None:
             self._local_lengths = LocalLengths(place.shards, place.rank, max_rows, device)
@@ -227,6 +230,7 @@ class AttentionGroups:
             for_graph=for_graph,
             causal=self.groups[index].is_causal,
             num_common_prefix_blocks=prefix_blocks * self.groups[index].kernel_blocks,
+            mm_ranges=batch.mm_ranges,
             prompt_lens=batch.prompt_lens,
             prompt_lens_cpu=batch.prompt_lens_cpu,
             dcp_local_seq_lens=local,
@@ -267,6 +271,7 @@ def _crossed(common: CommonAttentionMetadata, batch: InputBatch, index: int) -> 
         slot_mapping=_mapping(batch, index),
         causal=False,
         num_common_prefix_blocks=0,
+        mm_ranges=None,
         prompt_lens=None,
         prompt_lens_cpu=None,
     )

@@ -71,6 +71,7 @@ class InputBatch:
         lengths_are_exact: False when what the host has of positions and lengths are upper bounds.
         foreign: what rows attend to beside their own tokens, in models with an encoder.
         prompt_lens: int32 [R'], with its host array, where layers ask for them; 0 beyond R.
+        mm_ranges: per row, see ``CommonAttentionMetadata``; None where nobody asks, or no row has any.
         media: what encoders made of items whose placeholders are among the tokens.
     """
 
@@ -98,6 +99,7 @@ class InputBatch:
     prompt_lens: torch.Tensor | None = None
     prompt_lens_cpu: np.ndarray | None = None
     foreign: ForeignTokens | None = None
+    mm_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     media: tuple[PlacedRows, ...] = ()
 
 

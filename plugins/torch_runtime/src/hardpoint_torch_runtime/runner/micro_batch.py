@@ -118,6 +118,7 @@ def _part(batch: InputBatch, rows: slice, tokens: slice, starts: np.ndarray) -> 
         max_seq_len=int(seq_lens.max()),
         block_tables=tuple(table[rows] for table in batch.block_tables),
         slot_mappings=tuple(mapping[tokens] for mapping in batch.slot_mappings),
+        mm_ranges=None if batch.mm_ranges is None else batch.mm_ranges[rows],
         sample_rows=batch.sample_rows[:0],
         logits_indices=batch.logits_indices[:0],
     )

@@ -22,6 +22,7 @@ from hardpoint_torch_runtime.runner.flags import RunnerFlags
 from hardpoint_torch_runtime.runner.forward_pass import ForwardPass, last_hidden
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, InputBuilder
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
+from hardpoint_torch_runtime.runner.media_ranges import MediaRanges
 from hardpoint_torch_runtime.runner.media_stage import MediaStage
 from hardpoint_torch_runtime.runner.pooling import PooledRows, SlotPooling
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
@@ -40,7 +41,7 @@ class ModelRunner:
 
     Absent unless given: ``axes`` where the model has several positions per token, ``pooling`` where requests may ask
     for embeddings, a ``proposer`` of drafts, ``extensions`` of features, ``device`` where outputs are promises, an
-    ``encoder`` where the model has one beside its decoder. What
+    ``encoder`` where the model has one beside its decoder, ``ranges`` where media see all of themselves. What
     of these keeps state by slot must be among the parts of ``state``;
     :func:`~hardpoint_torch_runtime.runner.assembly.assemble_runner` sees to it.
     """
@@ -62,6 +63,7 @@ class ModelRunner:
         extensions: Sequence[RunnerExtension] = (),
         device: DeviceResidence | None = None,
         encoder: EncoderStage | MediaStage | None = None,
+        ranges: MediaRanges | None = None,
     ) -> None:
         self.model = model
         self.groups = groups
@@ -76,6 +78,7 @@ class ModelRunner:
         self._extensions = tuple(extensions)
         self._device = device
         self._encoder = encoder
+        self._ranges = ranges
         self._sampling = SamplingStage(sampler, state, proposer=proposer, device=device)
         self._deferral = Deferral()
         self._uploads: DeviceEvent | None = None
@@ -105,6 +108,9 @@ class ModelRunner:
         batch = self._inputs(step, applied, shape)
         if self._encoder is not None:
             batch = self._encoder.join(step, batch, self.state.refused)
+        if self._ranges is not None:
+            batch = replace(batch, mm_ranges=self._ranges.of_rows(batch))
+            self.state.refused.update(self._ranges.cut(batch))
         for extension in self._extensions:
             extension.before_forward(step, batch)
         hidden = self.forwards.run(batch, step, shape)
