@@ -16,6 +16,7 @@ from model_cases_encdec import ENCODER_DECODER_CASES
 from model_cases_moe import MOE_CASES
 from model_cases_pooling import POOLING_CASES
 from model_cases_recurrent import JAMBA_CASES, MAMBA2_CASES, MAMBA_CASES, QWEN3_NEXT_CASES
+from model_cases_tiles import TILE_CASES
 from model_cases_vision import VISION_CASES
 
 __all__ = ["BAMBA", "CASES", "GRANITE"]
@@ -206,6 +207,7 @@ _LISTED: tuple[ParityCase, ...] = (
     *MOE_CASES,
     *POOLING_CASES,
     *QWEN3_NEXT_CASES,
+    *TILE_CASES,
     *VISION_CASES,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint.interfaces.model import WeightRule
+from hardpoint.interfaces.model import Model, WeightRule
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint.interfaces.worker import ParallelSlice
 from hardpoint_models.siglip import VisionTower, fractional_positions, vision_rules
@@ -82,7 +82,7 @@ def tower(
     holder = Holder(config, toolkit)
     stored = {name.removeprefix("vision_model."): value for name, value in oracle.state_dict().items()}
     named = {name if name.startswith("head.") else f"tower.{name}": value for name, value in stored.items()}
-    load_weights(holder, StateDictLoader(named), INFO, show_progress=False, rank=rank)
+    load_weights(cast(Model, holder), StateDictLoader(named), INFO, show_progress=False, rank=rank)
     return holder.tower
 
 

@@ -165,8 +165,7 @@ class Idefics3Encoder(MediaEncoder):
         """[N, S, S] to bool [N, g, g]: those with any pixel that is no padding."""
         size = self.config.tower.patch_size
         whole = mask[:, : grid * size, : grid * size].reshape(len(mask), grid, size, grid, size)
-        found: np.ndarray = whole.any(axis=(2, 4))
-        return found
+        return np.asarray(whole.any(axis=(2, 4)))
 
     def encode(self, features: Sequence[Feature]) -> Sequence[torch.Tensor]:
         tiles: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}

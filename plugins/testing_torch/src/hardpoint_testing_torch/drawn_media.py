@@ -49,14 +49,25 @@ class MediaDrawer(Protocol):
     def oracle_inputs(self, items: Sequence[ShownItem], num_tokens: int) -> dict[str, torch.Tensor]:
         """What ``transformers`` takes beside so many ids."""
 
+    @property
+    def least_step(self) -> int:
+        """Tokens that every step must have room for."""
+
 
 class FixedImages:
     """Images of one size, float32 [channels, side, side], each of ``length`` placeholders."""
+
+    gaps: tuple[int, ...] = (0, 3)
+    """Sometimes the next one follows at once."""
 
     def __init__(self, placeholder: int, length: int, shape: tuple[int, ...]) -> None:
         self._placeholder = placeholder
         self._length = length
         self._shape = shape
+
+    @property
+    def least_step(self) -> int:
+        return 1
 
     def place(self, tokens: list[int], draw: random.Random) -> list[int]:
         placed = without(tokens, self._placeholder)
@@ -64,8 +75,7 @@ class FixedImages:
         while start + self._length < len(placed):
             start += draw.randrange(min(4, len(placed) - start - self._length))
             placed[start : start + self._length] = [self._placeholder] * self._length
-            # Sometimes the next one follows at once.
-            start += self._length + draw.choice((0, 3))
+            start += self._length + draw.choice(self.gaps)
         return placed
 
     def shown(self, tokens: Sequence[int]) -> list[ShownItem]:
@@ -82,6 +92,46 @@ class FixedImages:
         return {"pixel_values": torch.from_numpy(np.stack(arrays))} if arrays else {}
 
 
+class PaddedTiles(FixedImages):
+    """Square tiles, padded below and on the right as often as not."""
+
+    def shown(self, tokens: Sequence[int]) -> list[ShownItem]:
+        found = []
+        for item in super().shown(tokens):
+            side, draw = self._shape[-1], drawn_from([*tokens[: item.offset], 1])
+            height, width = draw.integers(1, side, 2, endpoint=True) if draw.integers(2) else (side, side)
+            mask = np.zeros((side, side), dtype=np.int64)
+            mask[:height, :width] = 1
+            pixels = np.where(mask, item.data["pixel_values"], np.float32(0))
+            data = {"pixel_values": pixels, "pixel_attention_mask": mask}
+            found.append(ShownItem(item.offset, item.length, data))
+        return found
+
+    def oracle_inputs(self, items: Sequence[ShownItem], num_tokens: int) -> dict[str, torch.Tensor]:
+        del num_tokens
+        names = ("pixel_values", "pixel_attention_mask") if items else ()
+        return {name: torch.from_numpy(np.stack([item.data[name] for item in items]))[None] for name in names}
+
+
+class SpacedImages(FixedImages):
+    """Images whose tokens see each other in both directions, told apart by what is between them."""
+
+    gaps = (1, 3)
+
+    @property
+    def least_step(self) -> int:
+        return self._length
+
+    def oracle_inputs(self, items: Sequence[ShownItem], num_tokens: int) -> dict[str, torch.Tensor]:
+        given = super().oracle_inputs(items, num_tokens)
+        if not items:
+            return given
+        kinds = torch.zeros((1, num_tokens), dtype=torch.int64)
+        for item in items:
+            kinds[0, item.offset : item.offset + item.length] = 1
+        return {**given, "token_type_ids": kinds}
+
+
 class PatchGrids:
     """Images and videos of any size in patches, with a grid that says how many: those of Qwen2-VL and its like."""
 
@@ -90,6 +140,10 @@ class PatchGrids:
         self._side = side
         self._values = values
         self._seconds = seconds
+
+    @property
+    def least_step(self) -> int:
+        return 1
 
     def place(self, tokens: list[int], draw: random.Random) -> list[int]:
         placed = without(tokens, *self._placeholders.values())
@@ -173,7 +227,26 @@ def _qwen(config: Any) -> MediaDrawer:
     return PatchGrids(placeholders, vision.spatial_merge_size, values, seconds)
 
 
-_DRAWERS: Mapping[str, Callable[[Any], MediaDrawer]] = {"llava": _llava, "qwen2_5_vl": _qwen, "qwen2_vl": _qwen}
+def _idefics3(config: Any) -> MediaDrawer:
+    vision = config.vision_config
+    length = (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    return PaddedTiles(config.image_token_id, length, (vision.num_channels, vision.image_size, vision.image_size))
+
+
+def _gemma3(config: Any) -> MediaDrawer:
+    vision = config.vision_config
+    shape = (vision.num_channels, vision.image_size, vision.image_size)
+    return SpacedImages(config.image_token_index, config.mm_tokens_per_image, shape)
+
+
+_DRAWERS: Mapping[str, Callable[[Any], MediaDrawer]] = {
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "llava": _llava,
+    "qwen2_5_vl": _qwen,
+    "qwen2_vl": _qwen,
+    "smolvlm": _idefics3,
+}
 """By model type."""
 
 

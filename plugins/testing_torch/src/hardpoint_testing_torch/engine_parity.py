@@ -59,11 +59,15 @@ class GenerationParity(EngineParity):
             outputs = [self._ask(llm, [prompt], 1, echoes=True)[0] for prompt in self._prompts(1, 4, 5, 45)]
         return self._compare("prefill", outputs)
 
+    @property
+    def _chunk_sizes(self) -> Sequence[int]:
+        return CHUNKS
+
     def _chunk(self) -> ModeResult:
         """Prompts in steps of several sizes, that of a block among them: logits of all their positions."""
         prompts = self._prompts(30, 17)
         outputs = []
-        for size in CHUNKS:
+        for size in self._chunk_sizes:
             with self._engine("chunk", max_num_batched_tokens=size, max_num_seqs=1) as llm:
                 outputs += self._ask(llm, prompts, 3, echoes=True)
         return self._compare("chunk", outputs)
@@ -197,6 +201,11 @@ class EncoderDecoderParity(GenerationParity):
 
 class VisionLanguageParity(GenerationParity):
     """Decoders that see images: wherever a prompt has room for one, there are images in it."""
+
+    @property
+    def _chunk_sizes(self) -> Sequence[int]:
+        least = self._drawer.least_step
+        return sorted({max(size, least) for size in (*CHUNKS, least + 1)})
 
     def _prompts(self, *lengths: int) -> list[list[int]]:
         return [self._drawer.place(prompt, self._random) for prompt in super()._prompts(*lengths)]

@@ -106,7 +106,7 @@ class SchedulerState:
         prompt: an item has no more embeddings than its prompt has positions, so none is too large."""
         if self.encoder is None:
             most = max(self.limits.max_model_len, self.limits.max_num_batched_tokens)
-            self.encoder = EncoderPlanner(most, most, self.limits.max_num_seqs)
+            self.encoder = EncoderPlanner(most, most, self.limits.max_num_seqs, self.step_tokens)
 
     @property
     def num_waiting(self) -> int:
