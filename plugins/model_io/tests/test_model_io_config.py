@@ -66,6 +66,14 @@ def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: 
     assert (info.vocab_size, info.max_position) == (77, 55)
 
 
+def test_sizes_that_gemma3_files_leave_out_are_known(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
+    """The published ones that see images name neither a vocabulary nor a length."""
+    text = {"model_type": "gemma3_text", "hidden_size": 8, "max_position_embeddings": None}
+    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"text_config": text, "vocab_size": None})))
+    assert (info.vocab_size, info.max_position) == (262_208, 131_072)
+    assert info.config["text_config"]["vocab_size"] == 262_208
+
+
 @pytest.mark.parametrize(("changes", "expected"), [({}, 1 << 18), ({"max_position_embeddings": 55}, 55)])
 def test_recurrent_layers_alone_limit_no_context(
     hf_folder: MakeFolder, as_artifact: AsArtifact, changes: dict[str, Any], expected: int

@@ -36,6 +36,37 @@ class TestLlava(ModelSuite):
     }
 
 
+SIGLIP: Mapping[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "image_size": 16, "num_hidden_layers": 2}
+
+
+class TestGemma3(ModelSuite):
+    plugin: ClassVar[str | None] = "Gemma3ForConditionalGeneration"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "text_config": {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 7,
+            "head_dim": 16,
+        },
+        "vision_config": SIGLIP,
+        "image_token_index": 7,
+        "mm_tokens_per_image": 4,
+    }
+    splits_into_stages: ClassVar[bool] = False
+    unknown_config: ClassVar[Mapping[str, Any]] = {"vision_config": "of_nobody", "mm_tokens_per_image": 7}
+
+
+class TestSmolVLM(ModelSuite):
+    plugin: ClassVar[str | None] = "SmolVLMForConditionalGeneration"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        "text_config": {"model_type": "llama", "num_hidden_layers": 2},
+        "vision_config": {**SIGLIP, "model_type": "smolvlm_vision"},
+        "image_token_id": 7,
+    }
+    splits_into_stages: ClassVar[bool] = False
+    unknown_config: ClassVar[Mapping[str, Any]] = {"vision_config": "of_nobody", "scale_factor": 3}
+
+
 QWEN: Mapping[str, Any] = {
     "text_config": {
         "num_hidden_layers": 2,

@@ -34,8 +34,6 @@ from hardpoint_torch_runtime.layers import ACTIVATIONS, LayerToolkit
 __all__ = ["LlavaConfig", "LlavaEncoder", "create_llava", "read_llava"]
 
 MAX_DEPTHS = 64
-MAX_PATCHES = 1 << 16
-"""Of one image: their positions are a table, which is made before any weight is looked for."""
 _SIZES: Mapping[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -102,11 +100,6 @@ def _read_tower(config: Mapping[str, Any], architecture: str) -> VisionConfig:
             f"{architecture}: the vision model is of type {shown(kind)}; supported: {', '.join(_TOWERS)}"
         )
     read = read_siglip(config, architecture, model_types=(kind,), defaults=_TOWERS[kind])
-    if read.grid**2 > MAX_PATCHES:
-        raise ModelFormatError(
-            f"{architecture}: vision_config has image_size={read.image_size} and patch_size={read.patch_size}; an "
-            f"image may have {MAX_PATCHES} patches at most"
-        )
     is_clip = kind == "clip_vision_model"
     # States are taken before the norm behind the last layer.
     return replace(read, patch_bias=not is_clip, has_class_token=is_clip, has_input_norm=is_clip, has_output_norm=False)

@@ -13,6 +13,10 @@ from hardpoint_torch_runtime.layers import ACTIVATIONS
 
 __all__ = ["VisionConfig", "read_siglip", "section"]
 
+MAX_PATCHES = 1 << 16
+"""Of one image: their positions are a table, which is made before any weight is looked for."""
+MAX_CHANNELS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -98,7 +102,7 @@ def read_siglip(
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=fields.integer("num_attention_heads"),
-        num_channels=fields.integer("num_channels"),
+        num_channels=fields.integer("num_channels", most=MAX_CHANNELS),
         image_size=fields.integer("image_size"),
         patch_size=fields.integer("patch_size"),
         activation=fields.raw.get("hidden_act") or "gelu_pytorch_tanh",
@@ -113,5 +117,10 @@ def read_siglip(
     if read.patch_size > read.image_size:
         raise ModelFormatError(
             f"{fields.architecture}: patch_size={read.patch_size} is larger than image_size={read.image_size}"
+        )
+    if read.grid**2 > MAX_PATCHES:
+        raise ModelFormatError(
+            f"{fields.architecture}: image_size={read.image_size} and patch_size={read.patch_size}; an image may have "
+            f"{MAX_PATCHES} patches at most"
         )
     return read

@@ -46,6 +46,10 @@ _UNLIMITED = ("mamba", "mamba2", "falcon_mamba")
 """Kinds of models whose layers know no positions, and whose files name no limit."""
 _UNLIMITED_POSITIONS = 1 << 18
 """What these are served up to: far more than they were trained on, and no more than tables by position can bear."""
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
+"""By kind of language model what files of models that see images leave out, and everybody has to know."""
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -66,6 +70,7 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     text = _text_config(config, path)
     # One spelling for model code: the newer files nest the rotary settings, the older ones have names of their own.
     _flatten_rope(text)
+    _complete(text)
     generation.pop(DECODER_PROMPT, None)
     if is_encoder_decoder(config):
         complete_sizes(config)
@@ -149,6 +154,13 @@ def _text_config(config: dict[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ModelFormatError(f"{path}: 'text_config' must be an object")
     return text
+
+
+def _complete(text: dict[str, Any]) -> None:
+    kind = text.get("model_type")
+    for name, value in _LEFT_OUT.get(kind, {}).items() if isinstance(kind, str) else ():
+        if text.get(name) is None:
+            text[name] = value
 
 
 def _flatten_rope(config: dict[str, Any]) -> None:
