@@ -12,6 +12,7 @@ import pytest
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact
+from hardpoint_model_io.weights.config_json import describe_config
 from hardpoint_model_io.weights.dummy import DummyOptions, DummyWeightLoader, tensor_shapes
 from hardpoint_model_io.weights.safetensors import SafetensorsWeightLoader
 
@@ -69,7 +70,8 @@ def test_a_nested_text_configuration_counts(hf_folder: MakeFolder, as_artifact: 
 def test_sizes_that_gemma3_files_leave_out_are_known(hf_folder: MakeFolder, as_artifact: AsArtifact) -> None:
     """The published ones that see images name neither a vocabulary nor a length."""
     text = {"model_type": "gemma3_text", "hidden_size": 8, "max_position_embeddings": None}
-    info = SafetensorsWeightLoader().describe(as_artifact(hf_folder({"text_config": text, "vocab_size": None})))
+    folder = hf_folder({"text_config": text, "vocab_size": None})
+    info = describe_config(as_artifact(folder), "safetensors", "float32")
     assert (info.vocab_size, info.max_position) == (262_208, 131_072)
     assert info.config["text_config"]["vocab_size"] == 262_208
 

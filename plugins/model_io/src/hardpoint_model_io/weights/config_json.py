@@ -47,7 +47,7 @@ _UNLIMITED = ("mamba", "mamba2", "falcon_mamba")
 _UNLIMITED_POSITIONS = 1 << 18
 """What these are served up to: far more than they were trained on, and no more than tables by position can bear."""
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
-    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 }
 """By kind of language model what files of models that see images leave out, and everybody has to know."""
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")

@@ -110,7 +110,8 @@ class ModelRunner:
             batch = self._encoder.join(step, batch, self.state.refused)
         if self._ranges is not None:
             batch = replace(batch, mm_ranges=self._ranges.of_rows(batch))
-            self.state.refused.update(self._ranges.cut(batch))
+            for slot, reason in self._ranges.cut(batch).items():
+                self.state.refused.setdefault(slot, reason)
         for extension in self._extensions:
             extension.before_forward(step, batch)
         hidden = self.forwards.run(batch, step, shape)
