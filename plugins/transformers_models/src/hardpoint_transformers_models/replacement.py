@@ -46,10 +46,10 @@ class PagedAttention(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         params = self.attn.params
         if self.gives_own_value:
-            return value.repeat_interleave(params.num_heads // params.num_kv_heads, 1).transpose(1, 2)
+            return value.repeat_interleave(params.num_heads // params.num_kv_heads, 1).transpose(1, 2).contiguous()
         query, key, value = (self._rows(states, params.head_size) for states in (query, key, value))
         output = self.attn(query, key, value).view(1, -1, params.num_heads, params.head_size)
-        return output[..., : self._value_size]
+        return output[..., : self._value_size].contiguous()
 
     @staticmethod
     def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
