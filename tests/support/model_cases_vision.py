@@ -36,7 +36,7 @@ _ODD_TEXT: Mapping[str, Any] = {
     **_QWEN_TEXT,
     "hidden_size": 60,
     "num_attention_heads": 6,
-    "num_key_value_heads": 3,
+    "num_key_value_heads": 2,
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "mrope_section": [1, 3, 1]},
 }

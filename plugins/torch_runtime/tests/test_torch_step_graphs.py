@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,6 +204,28 @@ def test_inputs_of_encoders_go_around_compiled_code(world: Any, make_step: Any, 
     worker.runner.forwards.shapes = shapes
     worker.execute(make_step(1, [(0, 1, 2, 1, True)], extensions={ENCODER_INPUTS: {}}))
     assert (calls, seen[-1][0].skips_compiled, seen[-1][1]) == ([2], True, 1)
+
+
+def test_tokens_with_several_positions_are_captured_as_well(world: Any) -> None:
+    """R4.33, R4.55: their positions lie in one buffer too."""
+    expected = world.generate(start(world), requests(world))
+    make = world.plugins.factories["model", "TinyForCausalLM"]
+
+    def several(ctx: Any) -> Any:
+        model = make(ctx)
+        plain = model.forward
+        model.num_position_axes = 3
+        model.position_rows = lambda row: np.tile(np.arange(row.num_prompt_tokens), (3, 1))
+        model.forward = lambda ids, positions, *rest, **fields: plain(ids, positions[2], *rest, **fields)
+        return model
+
+    world.plugins.factories["model", "TinyForCausalLM"] = several
+    world.backend = FixedShapeBackend(GraphSupport.DECODE_ONLY)
+    backend = FakeGraphBackend()
+    shapes = StepShapes(sizes=(1, 2, 4), support=GraphSupport.DECODE_ONLY, max_rows=6)
+    worker = start(world, shapes=shapes, graphs=GraphStore(backend, FakeGraphPool()))
+    assert world.generate(worker, requests(world)) == expected
+    assert [graph.num_replays for graph in backend.graphs] == [3, 2, 3]
 
 
 def test_moved_inputs_are_not_replayed() -> None:
