@@ -93,7 +93,7 @@ def test_another_gguf_architecture_is_unsupported_not_corrupt(
     ("change", "fault"),
     [
         ({"embedding_length": 10**9}, "'hidden_size' is 1000000000"),
-        ({"block_count": 10**9}, "'num_hidden_layers' is 1000000000"),
+        ({"block_count": 10**9}, "'llama.block_count' is 1000000000"),
         ({"feed_forward_length": 2 * 10**9}, "'llama.feed_forward_length' is 2000000000"),
         ({"embedding_length": 0}, "'llama.embedding_length' is 0"),
         ({"attention.head_count": 3}, "no multiple of the 3 attention heads"),

@@ -67,6 +67,16 @@ class TestSmolVLM(ModelSuite):
     unknown_config: ClassVar[Mapping[str, Any]] = {"vision_config": "of_nobody", "scale_factor": 3}
 
 
+class TestIdefics3(ModelSuite):
+    plugin: ClassVar[str | None] = "Idefics3ForConditionalGeneration"
+    checkpoint_config: ClassVar[Mapping[str, Any]] = {
+        **TestSmolVLM.checkpoint_config,
+        "vision_config": {**SIGLIP, "model_type": "idefics3_vision"},
+    }
+    splits_into_stages: ClassVar[bool] = False
+    unknown_config: ClassVar[Mapping[str, Any]] = TestSmolVLM.unknown_config
+
+
 QWEN: Mapping[str, Any] = {
     "text_config": {
         "num_hidden_layers": 2,
