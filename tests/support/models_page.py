@@ -204,7 +204,8 @@ _HEAD = """
 # Models
 
 Which architectures run, and how each one compares with `transformers`. `hardpoint models list` names those that are
-installed, further plugins included, and `hardpoint models show ARCH` tells what is known of one.
+installed, further plugins included, and `hardpoint models show ARCH` tells what is known of one. The plugin named
+`transformers` is no architecture: it [runs others that have no plugin](models/transformers-fallback.md).
 [Where each one lives, and what it serves](models/architectures.md).
 
 Each row is a tiny model with random weights, computed by the whole engine and by `transformers`. A cell says whether

@@ -71,7 +71,8 @@ def _find(name: str, models: Sequence[InstalledModel]) -> list[InstalledModel]:
     hint = f"; the nearest are {nearest}" if nearest else ""
     raise UnsupportedModelError(
         f"no installed plugin has the architecture {name!r:.200}{hint}; "
-        "`hardpoint models list` shows all, and a distribution with a plugin for it can be installed"
+        "`hardpoint models list` shows all, `hardpoint plugins doctor --model MODEL` what would run such a model here, "
+        "and a distribution with a plugin for it can be installed"
     )
 
 

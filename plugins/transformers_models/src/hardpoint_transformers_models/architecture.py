@@ -6,7 +6,7 @@ Only classes of the library itself are built: code that a checkpoint brings alon
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,18 +76,17 @@ def refuse_architecture(architecture: str, model_class: Any, config: Any) -> Non
         raise UnsupportedModelError(f"{architecture} cannot be run by transformers here: {reason}")
 
 
-def require_known(info: ModelInfo, others: Collection[str] = ()) -> None:
-    """Raise ``UnsupportedModelError`` for an architecture that is no causal model of the library; ``others`` are the
-    model plugins that there are beside this one."""
+def require_known(info: ModelInfo) -> None:
+    """Raise ``UnsupportedModelError`` for an architecture that is no causal model of the library."""
     name = info.architecture
     if name in _causal_names():
         return
     code = f"; the code that comes with it ({CODE_FIELD}) is never run" if info.config.get(CODE_FIELD) else ""
-    listed = f" Architectures with a plugin: {', '.join(others)}" if others else ""
     raise UnsupportedModelError(
         f"nothing installed runs the architecture {name!r} of {info.artifact.name!r}: no causal model of transformers "
         f"{transformers.__version__} has that name{code}; install a distribution that provides the entry point "
-        f"hardpoint.model.v1:{name}, or a newer transformers if that has it.{listed}"
+        f"hardpoint.model.v1:{name}, or a newer transformers if that has it; `hardpoint models list` "
+        "names the architectures with a plugin"
     )
 
 

@@ -215,8 +215,7 @@ def create_transformers(ctx: ModelContext, options: NoOptions) -> Model:
     del options
     if ctx.config is None or not isinstance(ctx.layers, LayerToolkit):
         raise ConfigError(f"model plugin {ctx.name!r} needs a worker's configuration and its layer toolkit")
-    others = () if ctx.plugins is None else ctx.plugins.names("model")
-    require_known(ctx.config.model, [name for name in others if name != ctx.name])
+    require_known(ctx.config.model)
     stages = ctx.config.parallel.pipeline_parallel_size
     if stages > 1 or (ctx.stage is not None and not (ctx.stage.has_embedding and ctx.stage.has_head)):
         raise UnsupportedModelError(
