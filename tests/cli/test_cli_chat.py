@@ -48,6 +48,7 @@ def test_quit_and_the_end_of_input_both_leave(hardpoint: CommandLine, speaker: P
     assert answers(chat(hardpoint, speaker)) == []
 
 
+@pytest.mark.slow
 def test_an_unknown_command_is_explained_and_never_reaches_the_model(hardpoint: CommandLine, speaker: Path) -> None:
     done = chat(hardpoint, speaker, "/help", "hello", "/quit now", "never read")
     assert len(answers(done)) == 1

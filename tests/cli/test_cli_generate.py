@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_prompts_are_asked_for_before_a_model_is_loaded(hardpoint: CommandLine, 
         assert "Loading" not in done.err
 
 
+@pytest.mark.slow
 def test_weights_that_are_stored_quantized_are_one_line(hardpoint: CommandLine, tmp_path: Path) -> None:
     """Named by their method, whether or not one of ours is asked for; made-up weights are dense."""
     folder = write_tiny_llama(tmp_path / "awq")
@@ -188,23 +190,27 @@ def test_weights_that_are_stored_quantized_are_one_line(hardpoint: CommandLine, 
     assert hardpoint("generate", folder, "--prompt", "x", "--max-tokens", 1, "--loader", "dummy").status == 0
 
 
+OUT_OF_RANGE: Sequence[tuple[list[str], str]] = (
+    (["--max-tokens", "0"], "max_tokens is 0|--max-tokens 0"),
+    (["--max-tokens", "-3"], "--max-tokens -3"),
+    (["--max-tokens", "100000"], "max_tokens is 100000"),
+    (["--temperature", "-1"], "temperature is -1"),
+    (["--temperature", "nan"], "temperature is nan"),
+    (["--top-p", "0"], "top_p is 0"),
+    (["--top-k", "-1"], "top_k is -1"),
+    (["--min-p", "2"], "min_p is 2"),
+    (["--sampling-seed", str(2**64)], "seed"),
+    (["--stop", ""], "stop string has 0 characters"),
+    (["--prompt", ""], "the prompt is empty"),
+    (["--prompt", "x" * 600], "600 tokens"),
+    (["--max-model-len", "1000"], "--max-model-len to at most 512"),
+)
+QUICK = 4
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
-    [
-        (["--max-tokens", "0"], "max_tokens is 0|--max-tokens 0"),
-        (["--max-tokens", "-3"], "--max-tokens -3"),
-        (["--max-tokens", "100000"], "max_tokens is 100000"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", "0"], "top_p is 0"),
-        (["--top-k", "-1"], "top_k is -1"),
-        (["--min-p", "2"], "min_p is 2"),
-        (["--sampling-seed", str(2**64)], "seed"),
-        (["--stop", ""], "stop string has 0 characters"),
-        (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 600], "600 tokens"),
-        (["--max-model-len", "1000"], "--max-model-len to at most 512"),
-    ],
+    [*OUT_OF_RANGE[:QUICK], *(pytest.param(*one, marks=pytest.mark.slow) for one in OUT_OF_RANGE[QUICK:])],
 )
 def test_a_value_out_of_range_is_one_line(hardpoint: CommandLine, tiny: Path, options: list[str], fault: str) -> None:
     line = hardpoint("generate", tiny, *flags("Hello"), *options).complaint()

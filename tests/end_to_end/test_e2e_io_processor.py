@@ -112,6 +112,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
     until(lambda: server.http.get(f"{server.url}/load").json()["server_load"] == 0, 5, "the abandoned task ends")
 
 
+@pytest.mark.slow
 def test_offline_gives_the_same(server: ServerProcess, site: Path, model: Path) -> None:
     answer = ask(server, TASK).json()["data"]
     environ = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}

@@ -163,6 +163,7 @@ def test_a_configuration_field_that_cannot_be_is_named(
     assert done.seconds < MAX_SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [

@@ -131,6 +131,7 @@ class Stream:
         return self.lines
 
 
+@pytest.mark.slow
 def test_it_announces_itself_and_listens_nowhere_else(run: Callable[..., Running]) -> None:
     """Class 3: of all processes only the API port listens."""
     running = run()
@@ -207,6 +208,7 @@ def test_a_second_signal_ends_at_once(run: Callable[..., Running]) -> None:
     stream.join()
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading(run: Callable[..., Running]) -> None:
     running = run({"load_delay_s": 60}, ready=False)
     until = time.monotonic() + START_S

@@ -210,6 +210,7 @@ def test_a_mutant_fails(mutant: type) -> None:
     assert MUTANTS[mutant] in run_suite(make_suite(mutant), only=MUTANTS[mutant]).failed
 
 
+@pytest.mark.slow
 def test_one_object_for_all_processes_fails() -> None:
     shared = Audit()
 

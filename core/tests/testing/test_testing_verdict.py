@@ -81,6 +81,7 @@ def test_a_sound_plugin_passes(site: Path, capsys: pytest.CaptureFixture[str]) -
     assert judge(capsys, "--only", "chained")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "told"), [("os._exit(7)", "ended with status 7"), ("os.kill(os.getpid(), 9)", "ended with status -9")]
 )
@@ -153,6 +154,7 @@ def ends(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", ", start_new_session=True"], ids=["its group", "a session of its own"])
 def test_children_of_a_plugin_hold_nobody_up(site: Path, capsys: pytest.CaptureFixture[str], flags: str) -> None:
     """They inherit its stderr, and stay behind when it ends."""

@@ -267,6 +267,7 @@ def test_a_faulty_processor_fails(mutant: type[LogitsProcessor]) -> None:
     assert rule in run_suite(Mutated, only=rule).failed
 
 
+@pytest.mark.slow
 def test_without_an_affected_request_the_skip_says_what_to_set() -> None:
     class Unknown(BanSuite):
         sampling: ClassVar[Mapping[str, Any]] = {}
@@ -275,6 +276,7 @@ def test_without_an_affected_request_the_skip_says_what_to_set() -> None:
     assert "set 'sampling'" in outcome.skipped["test_rows_may_come_in_any_order"]
 
 
+@pytest.mark.slow
 def test_one_that_acts_on_everybody_needs_no_class_of_its_own() -> None:
     class AlwaysNear(NearTheBest):
         def add(self, row: NewRow) -> bool:

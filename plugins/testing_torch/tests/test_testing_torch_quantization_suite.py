@@ -249,6 +249,7 @@ def test_a_faulty_method_fails(mutant: type[Rounded]) -> None:
     assert rule in failures(mutant, rule)
 
 
+@pytest.mark.slow
 def test_a_method_that_refuses_is_skipped_with_its_reason() -> None:
     class Refuses(Rounded):
         def refuse(self, info: ModelInfo, device_type: str) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -66,6 +67,7 @@ class TestStored(StoredSuite):
     pass
 
 
+@pytest.mark.slow
 def test_scales_that_are_cut_like_inputs_fail() -> None:
     class CutsScales(StoredLinear):
         def place(self, layer: torch.nn.Module, parameter: str, shard: str | None, weight: Any) -> Any:
@@ -81,6 +83,7 @@ def test_scales_that_are_cut_like_inputs_fail() -> None:
     assert rule in run_suite(Mutated, only=rule).failed
 
 
+@pytest.mark.slow
 def test_a_forgotten_place_fails() -> None:
     class Unplaced(LinearMethod):
         create_weights = StoredLinear.create_weights

@@ -232,6 +232,7 @@ def test_a_function_that_is_not_tritons_is_said_without_a_traceback(
     )
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_tritons_too(write: Write) -> None:
     provider = write(KERNELS)
     script = f"from hardpoint_testing_torch.triton_aot import load_cases; print(len(load_cases({provider!r})))"
