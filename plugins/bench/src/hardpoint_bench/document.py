@@ -44,7 +44,7 @@ A fraction says how much of that was reached. Nothing reaches all of it: what el
 """
 _RATIOS = """\
 Ratios say how many times better Hardpoint is, for seconds as well as for rates; each is the median over runs side by
-side.
+side. [What stands in the way](performance-limits.md) of those that are missed.
 """
 _SAMPLED = """\
 Shares of the time of the engine's thread, from stacks sampled every half millisecond. Layers count with the operators
