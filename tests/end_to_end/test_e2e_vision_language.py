@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, InvalidRequestError
 from hardpoint.interfaces import Feature, FinishReason, Prompt, RequestOutput
 from hardpoint_models.llava import LlavaEncoder
 from hardpoint_models.vision_language import make_feature
@@ -137,6 +138,14 @@ def test_bad_images_end_their_own_request_only(
     assert message in (refused.error or "")
     assert tokens(answered) == oracle_tokens(llava, SHOWN, 0)
     llm.core.scheduler.check_integrity()
+
+
+def test_hashes_that_are_no_text_are_refused_before_they_are_hashed(llm: LLM) -> None:
+    for name in ("content_hash", "modality"):
+        bad = structs.replace(picture(0), **{name: "\ud800"})
+        with pytest.raises(InvalidRequestError, match="unpaired surrogates"):
+            llm.generate([Prompt(token_ids=SHOWN, features=(bad,))], GREEDY)
+    assert tokens(llm.generate([shows(0)], GREEDY)[0])
 
 
 def test_placeholders_without_an_image_are_text_unless_others_have_one(llava: TinyModel, llm: LLM) -> None:

@@ -189,3 +189,9 @@ def test_frames_of_a_video_are_apart_by_seconds_where_these_count() -> None:
     assert positions(video, length=4)[0] == [0, 1, 2, 1]
     assert positions(video, length=4, per_second=2)[0] == [0, 1, 3, 1]
     assert positions(video, item("image", 3, 1, 2, 4), length=6, per_second=2)[2] == [0, 0, 0, 1, 2, 3]
+
+
+def test_no_time_of_a_single_frame_counts() -> None:
+    """As a float32 the distance to the next frame would be infinite, and the position no number."""
+    one = positions(item("video", 1, 1, 2, 2, seconds=3e38), length=4, per_second=4)
+    assert one == positions(item("video", 1, 1, 2, 2, seconds=1.0), length=4, per_second=4)

@@ -59,8 +59,8 @@ class QwenMedia:
         return Grid(frames, rows, columns)
 
     def frame_distance(self, feature: Feature) -> float:
-        """Positions from one frame to the next."""
-        if feature.modality != "video" or self.positions_per_second is None:
+        """Positions from one frame to the next; whatever a single frame is said to last, none follows it."""
+        if feature.modality != "video" or self.positions_per_second is None or self.grid(feature).frames == 1:
             return 1.0
         given = feature.data.get(SECONDS)
         return self.positions_per_second * (1.0 if given is None else float(given[0]))

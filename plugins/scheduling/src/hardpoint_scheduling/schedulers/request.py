@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hardpoint.errors import InvalidRequestError
-from hardpoint.interfaces import BlockHash, EngineRequest, FinishReason, TokenLogprobs
+from hardpoint.interfaces import BlockHash, EngineRequest, Feature, FinishReason, TokenLogprobs
 from hardpoint_scheduling.kv_cache.hashing import ChainedHasher
 from hardpoint_scheduling.schedulers.slots import SlotTable
 from hardpoint_scheduling.views import ReadOnlyView
@@ -320,4 +320,16 @@ def _check_positions(record: EngineRequest) -> None:
                 f"request {record.request_id}: the item at {feature.offset} with {feature.length} positions does not "
                 f"lie within positions {start} to {length}; items must be in prompt order and apart from each other"
             )
+        _check_names(record, feature)
         start = feature.offset + feature.length
+
+
+def _check_names(record: EngineRequest, feature: Feature) -> None:
+    """They are hashed with the blocks of the item, long after the request was taken."""
+    try:
+        (feature.content_hash + feature.modality).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            f"request {record.request_id}: content_hash or modality of the item at {feature.offset} holds unpaired "
+            "surrogates, which are not text"
+        ) from None
