@@ -113,6 +113,7 @@ def test_runs_can_be_repeated(hardpoint: CommandLine) -> None:
     assert min(report["step_us_median_of_runs"]) == report["step_us_median"]
 
 
+@pytest.mark.slow
 def test_figures_for_people(hardpoint: CommandLine) -> None:
     done = hardpoint("bench", "scheduler", *SMALL[:-1])
     assert done.status == 0
@@ -181,6 +182,7 @@ def test_flags_of_a_scheduler_are_not_for_models(hardpoint: CommandLine) -> None
     assert "--no-ipc: only for" in hardpoint("bench", "smollm2", "--no-ipc").complaint()
 
 
+@pytest.mark.slow
 def test_a_trace_is_replayed(hardpoint: CommandLine, tmp_path: Path) -> None:
     """Two requests with a common prefix of two hash blocks, the second after the first."""
     line = {"input_length": 40, "output_length": 5, "extra": 1}
@@ -275,6 +277,7 @@ def test_weightings_of_a_policy_are_compared(hardpoint: CommandLine) -> None:
     assert waits[1] < 0.8 * waits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [("--requests", 30, "--rate", 1e6, "--running", 8), SMALL])
 def test_a_bug_of_a_policy_is_told_with_its_place(
     hardpoint: CommandLine, monkeypatch: pytest.MonkeyPatch, form: tuple[object, ...]

@@ -43,6 +43,7 @@ def test_the_conversation_grows_and_reset_forgets_it(hardpoint: CommandLine, spe
     assert "(new conversation)" in done.err
 
 
+@pytest.mark.slow
 def test_quit_and_the_end_of_input_both_leave(hardpoint: CommandLine, speaker: Path) -> None:
     assert len(answers(chat(hardpoint, speaker, "Hello", "/quit", "never asked"))) == 1
     assert answers(chat(hardpoint, speaker)) == []

@@ -93,6 +93,7 @@ def test_completions_answer_and_stream_the_same(sdk: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
+@pytest.mark.slow
 def test_stop_strings_end_the_text_before_them(sdk: openai.OpenAI) -> None:
     free = sdk.completions.create(**GREEDY, prompt="1, 2, 3, 4, 5,", max_tokens=24).choices[0].text
     assert " 9" in free
@@ -105,6 +106,7 @@ def test_stop_strings_end_the_text_before_them(sdk: openai.OpenAI) -> None:
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_n_sequences_differ_and_a_seed_repeats_them(sdk: openai.OpenAI) -> None:
     def sample(seed: int) -> list[str]:
         answer = sdk.chat.completions.create(

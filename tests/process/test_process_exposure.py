@@ -79,6 +79,7 @@ def test_only_the_api_port_listens_and_all_else_is_private(tiny: Path, executor:
         assert marks == {".hardpoint-sockets"}
 
 
+@pytest.mark.slow
 def test_a_key_from_the_environment_works_and_shows_nowhere(tiny: Path) -> None:
     """Neither on a command line, which every user of the machine can read, nor in the log."""
     with serving(tiny, environ={"HARDPOINT_API_KEY": ENVIRON_KEY}) as server:

@@ -149,6 +149,7 @@ def test_it_announces_itself_and_listens_nowhere_else(run: Callable[..., Running
     assert listening == [int(running.url.rpartition(":")[2])]
 
 
+@pytest.mark.slow
 def test_it_is_alive_but_not_ready_while_it_loads(run: Callable[..., Running]) -> None:
     running = run({"load_delay_s": 1.5}, ready=False)
     assert (running.status("/live"), running.status("/ready")) == (200, 503)
@@ -220,6 +221,7 @@ def test_sigterm_while_loading(run: Callable[..., Running]) -> None:
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "message"),
     [

@@ -169,6 +169,7 @@ class AcmeSuite(CliCommandSuite):
     plugin: ClassVar[str | None] = "acme"
 
 
+@pytest.mark.slow
 def test_an_installed_command_passes(site: Path) -> None:
     (site / "acme_command.py").write_text(COMMAND.format(body="pass"))
     outcome = run_suite(AcmeSuite)

@@ -53,6 +53,7 @@ def judge(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
     return status, shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_a_broken_rule_is_told_with_what_it_asks_for(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "return bytes(32)")
     status, told = judge(capsys)

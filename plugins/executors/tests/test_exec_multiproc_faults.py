@@ -154,6 +154,7 @@ def test_a_failure_that_all_ranks_share_is_no_divergence(start: Start) -> None:
     assert executor.execute(empty_step(6)).result(20).step_id == 6
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_cannot_delay_the_end(start: Start) -> None:
     executor = start(2)
     os.kill(executor.pids[1], signal.SIGSTOP)
@@ -180,6 +181,7 @@ def test_a_worker_that_dies_while_starting_is_reported(start: Start) -> None:
     assert children() == before
 
 
+@pytest.mark.slow
 def test_starting_has_a_time_limit(start: Start) -> None:
     before = children()
     with pytest.raises(EngineDeadError, match=r"rank 1 .* not ready after 1\.5 s; raise plugins\.executor\.multiproc"):
