@@ -6,28 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import LLAMA3, ODD_HEADS, ROUTED
 from hardpoint_testing_torch import ParityCase
 
 __all__ = ["FALLBACK_CASES"]
 
 _TOKENS: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 """The usual ones are beyond a tiny vocabulary."""
-_ODD: Mapping[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
 _WINDOWS: Mapping[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 7,
 }
-_LLAMA3: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 _NAMED: Mapping[str, Mapping[str, Any]] = {"": {"worker": {"torch": {"model": "transformers"}}}}
-_ROUTED: Mapping[str, float] = {"bfloat16": 0.25}
-"""Rounding may choose another expert, which changes all that follows."""
 _UNDIVIDED: Mapping[str, str] = {"tp2": "the model plugin transformers divides no stacks of experts"}
 
 FALLBACK_CASES: tuple[ParityCase, ...] = (
@@ -45,12 +35,16 @@ FALLBACK_CASES: tuple[ParityCase, ...] = (
         "OlmoeForCausalLM",
         {**_TOKENS, "num_experts": 6, "num_experts_per_tok": 2},
         "plain",
-        limits=_ROUTED,
+        limits=ROUTED,
         skipped=_UNDIVIDED,
     ),
-    ParityCase("Ernie4_5ForCausalLM", {**_TOKENS, **_ODD, "use_bias": True}, "odd heads, biases"),
-    ParityCase("SeedOssForCausalLM", {**_TOKENS, **_ODD, "rope_parameters": _LLAMA3}, "odd heads, Llama 3 rotation"),
+    ParityCase("Ernie4_5ForCausalLM", {**_TOKENS, **ODD_HEADS, "use_bias": True}, "odd heads, biases"),
+    ParityCase(
+        "SeedOssForCausalLM", {**_TOKENS, **ODD_HEADS, "rope_parameters": LLAMA3}, "odd heads, Llama 3 rotation"
+    ),
     ParityCase("Exaone4ForCausalLM", {**_TOKENS, **_WINDOWS}, "windows of 7, some without rotation"),
     ParityCase("ApertusForCausalLM", {**_TOKENS, "tie_word_embeddings": True}, "tied"),
-    ParityCase("LlamaForCausalLM", {**_ODD, "rope_parameters": _LLAMA3}, "odd heads, Llama 3 rotation", plugins=_NAMED),
+    ParityCase(
+        "LlamaForCausalLM", {**ODD_HEADS, "rope_parameters": LLAMA3}, "odd heads, Llama 3 rotation", plugins=_NAMED
+    ),
 )

@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import LLAMA3, SIGLIP_TOWER
 from hardpoint_testing_torch import ParityCase
 
 __all__ = ["TILE_CASES"]
 
-_TOWER: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
 _IDEFICS3: Mapping[str, Any] = {
     "text_config": {"model_type": "llama"},
-    "vision_config": _TOWER,
+    "vision_config": SIGLIP_TOWER,
     "image_token_id": 7,
     "scale_factor": 2,
-}
-_LLAMA3: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 _GEMMA3_TEXT: Mapping[str, Any] = {
     "model_type": "gemma3_text",
@@ -40,7 +25,7 @@ _GEMMA3_TEXT: Mapping[str, Any] = {
 }
 _GEMMA3: Mapping[str, Any] = {
     "text_config": _GEMMA3_TEXT,
-    "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+    "vision_config": {**SIGLIP_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
     "image_token_index": 7,
     "mm_tokens_per_image": 4,
 }
@@ -88,9 +73,15 @@ TILE_CASES: tuple[ParityCase, ...] = (
                 "num_attention_heads": 6,
                 "num_key_value_heads": 2,
                 "head_dim": 20,
-                "rope_parameters": _LLAMA3,
+                "rope_parameters": LLAMA3,
             },
-            "vision_config": {**_TOWER, "hidden_size": 36, "num_attention_heads": 2, "image_size": 19, "patch_size": 3},
+            "vision_config": {
+                **SIGLIP_TOWER,
+                "hidden_size": 36,
+                "num_attention_heads": 2,
+                "image_size": 19,
+                "patch_size": 3,
+            },
             "scale_factor": 3,
             "image_token_id": 0,
             "tie_word_embeddings": True,
@@ -104,7 +95,13 @@ TILE_CASES: tuple[ParityCase, ...] = (
         {
             **_IDEFICS3,
             "text_config": {"model_type": "llama", "num_attention_heads": 8, "head_dim": 6, "attention_bias": True},
-            "vision_config": {**_TOWER, "image_size": 25, "patch_size": 3, "num_channels": 1, "hidden_act": "gelu"},
+            "vision_config": {
+                **SIGLIP_TOWER,
+                "image_size": 25,
+                "patch_size": 3,
+                "num_channels": 1,
+                "hidden_act": "gelu",
+            },
             "scale_factor": 4,
         },
         "small heads, biases, gray tiles with a rest, fourfold squares",

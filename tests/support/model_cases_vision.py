@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from case_parts import CLIP_TOWER
 from hardpoint_testing_torch import ParityCase
 
 __all__ = ["VISION_CASES"]
 
-_CLIP: Mapping[str, Any] = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 12,
-    "patch_size": 4,
-}
 
 _QWEN_TEXT: Mapping[str, Any] = {
     "bos_token_id": 1,
@@ -44,7 +36,7 @@ _ODD_TEXT: Mapping[str, Any] = {
 VISION_CASES: tuple[ParityCase, ...] = (
     ParityCase(
         "LlavaForConditionalGeneration",
-        {"text_config": {"model_type": "llama"}, "vision_config": _CLIP, "image_token_index": 7},
+        {"text_config": {"model_type": "llama"}, "vision_config": CLIP_TOWER, "image_token_index": 7},
     ),
     ParityCase(
         "LlavaForConditionalGeneration",
@@ -57,7 +49,7 @@ VISION_CASES: tuple[ParityCase, ...] = (
                 "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
             },
             "vision_config": {
-                **_CLIP,
+                **CLIP_TOWER,
                 "hidden_size": 36,
                 "num_attention_heads": 2,
                 "image_size": 9,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from gguf_writing import add_value
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint_model_io.sources.package import PackageSource
 
@@ -48,19 +49,6 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
 def write_gguf(
     path: Path,
     *,
@@ -73,12 +61,12 @@ def write_gguf(
     """``metadata`` under the architecture's prefix, ``vocabulary`` under ``tokenizer.``; ``types`` quantizes."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (LLAMA_METADATA if metadata is None else metadata).items():
-        _add_value(writer, f"{architecture}.{key}", value)
+        add_value(writer, f"{architecture}.{key}", value)
     default = {"ggml.model": "gpt2", "ggml.pre": "smollm", "ggml.tokens": TOKENS, "ggml.merges": ["a b"],
                "ggml.token_type": [3, 3, 3, 1, 1, 1, 1, 1], "ggml.bos_token_id": 1,
                "ggml.eos_token_id": 2}  # fmt: skip
     for key, value in (default if vocabulary is None else vocabulary).items():
-        _add_value(writer, f"tokenizer.{key}", value)
+        add_value(writer, f"tokenizer.{key}", value)
     for name, array in (llama_tensors() if tensors is None else tensors).items():
         if types and name in types:
             writer.add_tensor(name, gguf.quants.quantize(array, types[name]), raw_dtype=types[name])

@@ -243,9 +243,9 @@ def test_a_stated_yarn_attention_factor_multiplies_the_usual_one(gguf_file: Writ
     ("change", "error", "message"),
     [
         (
-            {"architecture": "mamba"},
+            {"architecture": "rwkv7"},
             UnsupportedModelError,
-            "'mamba' is not supported; supported are bert, gemma3, llama,",
+            "'rwkv7' is not supported; supported are bert, bloom, deepseek2,",
         ),
         ({"metadata": {"embedding_length": 32}}, ModelFormatError, "llama.block_count' is missing"),
         ({"tensors": {"x": np.ones(32, np.float32)}}, ModelFormatError, "token_embd.weight"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from case_parts import LLAMA3, YARN
 from hardpoint.interfaces.model import StageOutput, StageRange
 from hardpoint_attention.reference import ReferenceBackend
 from hardpoint_models.llama import create_llama, create_mistral, create_qwen2, create_qwen3
@@ -22,20 +23,6 @@ from hardpoint_testing_torch import (
 )
 from hardpoint_testing_torch.local_driver import LocalDriver, ModelFactory
 
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 ODD: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "rope_parameters": LLAMA3}
 
 CASES: list[Any] = [

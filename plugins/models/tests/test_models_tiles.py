@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from case_parts import SIGLIP_TOWER
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import Model, ModelContext
 from hardpoint.interfaces.plugin import NoOptions, ProcessRole
@@ -22,17 +23,9 @@ from hardpoint_testing_torch import StateDictLoader, make_tiny_model, relative_e
 from hardpoint_testing_torch.tiny_models import TinyModel
 from hardpoint_torch_runtime import LayerToolkit, load_weights
 
-TOWER: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
 SMOLVLM: Mapping[str, Any] = {
     "text_config": {"model_type": "llama"},
-    "vision_config": TOWER,
+    "vision_config": SIGLIP_TOWER,
     "image_token_id": 7,
     "scale_factor": 2,
 }
@@ -45,7 +38,7 @@ GEMMA3_TEXT: Mapping[str, Any] = {
 }
 GEMMA3: Mapping[str, Any] = {
     "text_config": GEMMA3_TEXT,
-    "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": True},
+    "vision_config": {**SIGLIP_TOWER, "model_type": "siglip_vision_model", "vision_use_head": True},
     "image_token_index": 7,
     "mm_tokens_per_image": 4,
 }

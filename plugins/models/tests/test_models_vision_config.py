@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from case_parts import CLIP_TOWER
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint_models.llava import read_llava
 from hardpoint_models.qwen2_vl import QwenMedia, token_positions
@@ -15,18 +16,7 @@ from hardpoint_models.qwen2_vl_config import read_qwen2_5_tower, read_qwen2_towe
 from hardpoint_models.vision_language import content_hash, make_feature, read_text_config
 
 TEXT: dict[str, Any] = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 64}
-CLIP: dict[str, Any] = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 12,
-    "patch_size": 4,
-    "num_channels": 3,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-}
+CLIP: dict[str, Any] = {**CLIP_TOWER, "num_channels": 3, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 LLAVA: dict[str, Any] = {
     "text_config": TEXT,
     "vision_config": CLIP,

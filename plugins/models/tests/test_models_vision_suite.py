@@ -7,26 +7,17 @@ from typing import Any, ClassVar
 
 import pytest
 
+from case_parts import CLIP_TOWER, SIGLIP_TOWER
 from hardpoint_testing_torch import ModelSuite
 
 pytestmark = pytest.mark.slow
-
-CLIP: Mapping[str, Any] = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 12,
-    "patch_size": 4,
-}
 
 
 class TestLlava(ModelSuite):
     plugin: ClassVar[str | None] = "LlavaForConditionalGeneration"
     checkpoint_config: ClassVar[Mapping[str, Any]] = {
         "text_config": {"model_type": "llama", "num_hidden_layers": 2},
-        "vision_config": CLIP,
+        "vision_config": CLIP_TOWER,
         "image_token_index": 7,
     }
     splits_into_stages: ClassVar[bool] = False
@@ -36,7 +27,7 @@ class TestLlava(ModelSuite):
     }
 
 
-SIGLIP: Mapping[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "image_size": 16, "num_hidden_layers": 2}
+SIGLIP: Mapping[str, Any] = {**SIGLIP_TOWER, "model_type": "siglip_vision_model"}
 
 
 class TestGemma3(ModelSuite):

@@ -12,6 +12,7 @@ from hardpoint.interfaces.request import Feature
 from hardpoint.interfaces.step import NewRow
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
 from hardpoint_torch_runtime.runner.media_ranges import MediaRanges, refuse_ranges
+from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 
 
 def items(*places: tuple[int, int]) -> tuple[Feature, ...]:
@@ -21,8 +22,8 @@ def items(*places: tuple[int, int]) -> tuple[Feature, ...]:
     )
 
 
-def entered(ranges: MediaRanges, slot: int, *places: tuple[int, int]) -> None:
-    ranges.enter(cast(NewRow, SimpleNamespace(slot=slot, features=items(*places))))
+def entered(prompts: PromptItems, slot: int, *places: tuple[int, int]) -> None:
+    prompts.enter(cast(NewRow, SimpleNamespace(slot=slot, features=items(*places))))
 
 
 def batch(*rows: tuple[int, int, int], **fields: object) -> InputBatch:
@@ -33,18 +34,19 @@ def batch(*rows: tuple[int, int, int], **fields: object) -> InputBatch:
 
 
 def test_a_step_is_told_of_what_its_tokens_lie_in() -> None:
-    ranges = MediaRanges(4)
+    prompts = PromptItems(4)
+    ranges = MediaRanges(prompts)
     assert ranges.of_rows(batch((0, 0, 9))) is None
-    entered(ranges, 1, (2, 4), (8, 3))
-    entered(ranges, 3, (0, 5))
+    entered(prompts, 1, (2, 4), (8, 3))
+    entered(prompts, 3, (0, 5))
     found = ranges.of_rows(batch((1, 0, 6), (0, 3, 1), (3, 2, 7)))
     assert found == (((2, 6),), (), ((0, 5),)), "also of one that a cached prefix ends inside"
     assert ranges.of_rows(batch((1, 6, 2), (3, 5, 1))) is None
     assert ranges.of_rows(batch((1, 6, 9))) == (((8, 11),),)
     assert ranges.of_rows(batch((1, 11, 1))) is None
-    ranges.release(np.asarray([1, 2], dtype=np.int32))
+    prompts.release(np.asarray([1, 2], dtype=np.int32))
     assert ranges.of_rows(batch((1, 0, 6), (3, 0, 5))) == ((), ((0, 5),))
-    entered(ranges, 3)
+    entered(prompts, 3)
     assert ranges.of_rows(batch((1, 0, 6), (3, 0, 5))) is None
 
 
@@ -52,8 +54,9 @@ def test_a_step_is_told_of_what_its_tokens_lie_in() -> None:
     ("computed", "count", "is_cut"), [(0, 2, False), (0, 4, True), (0, 6, False), (4, 1, True), (4, 2, False)]
 )
 def test_a_step_that_ends_inside_an_item_is_a_fault(computed: int, count: int, is_cut: bool) -> None:
-    ranges = MediaRanges(2)
-    entered(ranges, 1, (2, 4))
+    prompts = PromptItems(2)
+    ranges = MediaRanges(prompts)
+    entered(prompts, 1, (2, 4))
     rows = (0, 0, 3), (1, computed, count)
     found = ranges.cut(batch(*rows, mm_ranges=ranges.of_rows(batch(*rows))))
     assert list(found) == ([1] if is_cut else [])

@@ -17,6 +17,7 @@ from hardpoint_torch_runtime.runner.encoder_outputs import EncoderModel
 from hardpoint_torch_runtime.runner.feature_checks import refuse_features, without_faults
 from hardpoint_torch_runtime.runner.input_batch import InputBuilder
 from hardpoint_torch_runtime.runner.media_stage import MediaModel, MediaStage
+from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 from hardpoint_torch_runtime.runner.slot_state import SlotState
 
 CPU = torch.device("cpu")
@@ -62,19 +63,20 @@ class Bench:
         self.model = Counting()
         self.slots = SlotState(SLOTS, 40, [BLOCK])
         self.inputs = InputBuilder(self.slots, 24, CPU)
-        self.stage = MediaStage(self.model, SLOTS)
+        self.items = PromptItems(SLOTS)
+        self.stage = MediaStage(self.model, self.items)
         self.refused: dict[int, str] = {}
 
     def enter(self, slot: int, *features: Feature, length: int = 12) -> None:
         row = self.make_row(slot, [7] * length, list(range(1, 4)), generation=1)
         row = msgspec.structs.replace(row, features=features)
         self.slots.enter(row)
-        self.stage.enter(row)
+        self.items.enter(row)
 
     def leave(self, slot: int) -> None:
         gone = np.asarray([slot], dtype=np.int32)
         self.slots.release(gone)
-        self.stage.release(gone)
+        self.items.release(gone)
 
     def run(self, *rows: tuple[int, int, int], plan: Any = None) -> dict[int, list[float]]:
         """``rows`` are (slot, computed, scheduled). Returns what is placed, by the first token of the step."""
@@ -170,7 +172,7 @@ def test_a_claim_about_content_makes_no_item_too_short(bench: Bench) -> None:
 
 def test_only_steps_up_to_the_last_item_are_out_of_the_ordinary(bench: Bench) -> None:
     def ahead(slot: int, computed: int) -> bool:
-        return bench.stage.any_ahead(np.asarray([slot], dtype=np.int32), np.asarray([computed], dtype=np.int32))
+        return bench.items.any_ahead(np.asarray([slot], dtype=np.int32), np.asarray([computed], dtype=np.int32))
 
     assert not ahead(0, 0)
     bench.enter(0, item("a", 2, 4))

@@ -19,11 +19,11 @@ from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint.interfaces.request import Feature
 from hardpoint_models.config_fields import ConfigFields
 from hardpoint_models.encdec import require_whole_model
-from hardpoint_models.siglip import VisionTower, vision_rules
+from hardpoint_models.image_encoders import ImageEncoder
+from hardpoint_models.siglip import vision_rules
 from hardpoint_models.siglip_config import VisionConfig, read_siglip, section
 from hardpoint_models.vision_language import (
     PIXEL_VALUES,
-    MediaEncoder,
     VisionLanguageModel,
     make_feature,
     read_text_config,
@@ -92,7 +92,7 @@ def fold_patches(states: torch.Tensor, scale: int) -> torch.Tensor:
     return squares.flatten(3).flatten(1, 2).flatten(2)
 
 
-class Idefics3Encoder(MediaEncoder):
+class Idefics3Encoder(ImageEncoder):
     """Takes float32 [H, S, S] under ``pixel_values``, one tile, and which of its pixels are no padding, [S, S] of 0 and
     1 under ``pixel_attention_mask`` (without it, all of them). A tile is at most as large as the configuration says.
 
@@ -101,19 +101,10 @@ class Idefics3Encoder(MediaEncoder):
     """
 
     def __init__(self, config: Idefics3Config, hidden_size: int, layers: LayerToolkit) -> None:
-        super().__init__()
+        super().__init__(config.image_token, config.tower, layers)
         self.config = config
-        self._dtype, self._device = layers.dtype, layers.device
-        self.tower = VisionTower("vision.tower", config.tower, layers)
         width = config.tower.hidden_size * config.scale**2
         self.projection = layers.column_linear("vision.projection", width, hidden_size, gather_output=True)
-
-    @property
-    def placeholder_ids(self) -> frozenset[int]:
-        return frozenset((self.config.image_token,))
-
-    def placeholder_id(self, feature: Feature) -> int | None:
-        return self.config.image_token if feature.modality == "image" else None
 
     def refuse(self, feature: Feature) -> str | None:
         pixels, mask = feature.data.get(PIXEL_VALUES), feature.data.get(PIXEL_MASK)

@@ -1,7 +1,4 @@
-"""LLaVA: states of a CLIP tower, projected to what the language model sees.
-
-Legend: N images, H channels, S side of an image in pixels, P tokens of one, D width of the tower, C hidden size.
-"""
+"""LLaVA: states of a CLIP tower, projected to what the language model sees."""
 
 from __future__ import annotations
 
@@ -9,26 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
-from hardpoint.interfaces.request import Feature
 from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.encdec import require_whole_model
-from hardpoint_models.siglip import VisionTower, vision_rules
+from hardpoint_models.image_encoders import SquareImageEncoder
 from hardpoint_models.siglip_config import VisionConfig, read_siglip, section
-from hardpoint_models.vision_language import (
-    PIXEL_VALUES,
-    MediaEncoder,
-    VisionLanguageModel,
-    make_feature,
-    read_text_config,
-    refuse_array,
-    token_id,
-)
+from hardpoint_models.vision_language import VisionLanguageModel, read_text_config, token_id
 from hardpoint_torch_runtime.layers import ACTIVATIONS, LayerToolkit
 
 __all__ = ["LlavaConfig", "LlavaEncoder", "create_llava", "read_llava"]
@@ -119,64 +106,27 @@ def _depths(given: Any, num_layers: int, architecture: str) -> tuple[int, ...]:
     return tuple(one if one >= 0 else num_layers + 1 + one for one in listed)
 
 
-class LlavaEncoder(MediaEncoder):
-    """Takes float32 [H, S, S] under ``pixel_values``, one image per feature."""
-
+class LlavaEncoder(SquareImageEncoder):
     def __init__(self, config: LlavaConfig, hidden_size: int, layers: LayerToolkit) -> None:
-        super().__init__()
+        super().__init__(config.image_token, config.tower, config.num_tokens, layers)
         self.config = config
-        self._dtype, self._device = layers.dtype, layers.device
-        self.tower = VisionTower("vision.tower", config.tower, layers)
         width = config.tower.hidden_size * len(config.depths)
         bias = config.projector_bias
         self.first = layers.column_linear("vision.first", width, hidden_size, bias=bias)
         self.activation = layers.activation(config.activation)
         self.second = layers.row_linear("vision.second", hidden_size, hidden_size, bias=bias)
 
-    @property
-    def placeholder_ids(self) -> frozenset[int]:
-        return frozenset((self.config.image_token,))
-
-    def placeholder_id(self, feature: Feature) -> int | None:
-        return self.config.image_token if feature.modality == "image" else None
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        tower = self.config.tower
-        return tower.num_channels, tower.image_size, tower.image_size
-
-    def refuse(self, feature: Feature) -> str | None:
-        if set(feature.data) - {PIXEL_VALUES}:
-            return f"it brings {', '.join(sorted(feature.data))[:100]}; this model takes {PIXEL_VALUES!r} alone"
-        if feature.length != self.config.num_tokens:
-            return f"it has {feature.length} positions; an image takes {self.config.num_tokens} of this model"
-        return refuse_array(feature, PIXEL_VALUES, "float32", self._shape)
-
-    def encode(self, features: Sequence[Feature]) -> Sequence[torch.Tensor]:
-        arrays = np.stack([feature.data[PIXEL_VALUES] for feature in features])
-        pixels = torch.from_numpy(arrays).to(self._device, self._dtype)
+    def embed(self, pixels: torch.Tensor) -> torch.Tensor:
         states = torch.cat(self.tower.states(pixels, self.config.depths), dim=-1)
         if self.config.drops_class_token:
             states = states[:, 1:]
         projected = self.second(self.activation(self.first(states.flatten(0, 1))))
-        return projected.split(self.config.num_tokens)
-
-    def example(self, num_tokens: int) -> Feature:
-        del num_tokens
-        return make_feature({PIXEL_VALUES: np.zeros(self._shape, dtype=np.float32)}, self.config.num_tokens)
+        return projected.unflatten(0, (len(pixels), -1))
 
     def weight_rules(self) -> Sequence[WeightRule]:
         linear = {"linear_1": "first", "linear_2": "second"}
-        towers = [f"{outer}vision_tower{inner}" for outer in ("", "model.") for inner in (".vision_model", "")]
-        config = self.config
         return [
-            *(
-                rule
-                for stored in towers
-                for rule in vision_rules(stored, "vision.tower", config.tower, config.num_stored)
-            ),
-            # What SigLIP pools states with; here all of them are used.
-            *(WeightRule(f"{stored}.head.{rest}", None) for stored in towers for rest in ("*", "*.*", "*.*.*")),
+            *self.tower_rules(self.config.num_stored),
             *(
                 WeightRule(f"{prefix}multi_modal_projector.{stored}.*", f"vision.{name}.*")
                 for prefix in ("", "model.")

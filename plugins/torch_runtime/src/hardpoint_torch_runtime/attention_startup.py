@@ -103,8 +103,8 @@ def attention_report(
     # Backends may bring KV cache dtypes along, which layers look up when they are created.
     selector.examine({bare_need(base): ()})
     notes = []
-    if model is not None and model.reason:
-        notes.append(f"model plugin {model.plugin!r} runs {config.model.architecture}: {model.reason}")
+    if model is not None and (line := model.told_of(config.model.architecture)):
+        notes.append(line)
     needs: Needs = {base: ()}
     try:
         needs = _needs_of_model(plugins, config, base, context_shards, model)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
-__all__ = ["ModelChoice", "ModelOptions", "choose_model"]
+from hardpoint_torch_runtime.worker_options import TorchWorkerOptions
 
-
-class ModelOptions(Protocol):
-    """The settings that decide, see ``TorchWorkerOptions``."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def fallback_model(self) -> str | None: ...
+__all__ = ["ModelChoice", "choose_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +19,17 @@ class ModelChoice:
     reason: str = ""
     is_fallback: bool = False
 
+    def told_of(self, architecture: str) -> str:
+        """A line for people; empty where there is nothing to explain."""
+        return f"model plugin {self.plugin!r} runs {architecture}: {self.reason}" if self.reason else ""
 
-def choose_model(architecture: str, installed: Collection[str], options: ModelOptions) -> ModelChoice:
+    def log(self, logger: logging.Logger, architecture: str) -> None:
+        """A fallback is worth a warning."""
+        if line := self.told_of(architecture):
+            logger.log(logging.WARNING if self.is_fallback else logging.INFO, "%s", line)
+
+
+def choose_model(architecture: str, installed: Collection[str], options: TorchWorkerOptions) -> ModelChoice:
     """``installed``: the names of all ``model`` plugins. Whether the choice is there shows where it is created."""
     named = options.model
     if named is not None:

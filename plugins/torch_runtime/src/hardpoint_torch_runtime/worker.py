@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 import torch
-from pydantic import Field
 
 from hardpoint.errors import ConfigError
 from hardpoint.interfaces.communicator import Communicator
@@ -43,83 +40,14 @@ from hardpoint_torch_runtime.runner.capture import capture_shapes
 from hardpoint_torch_runtime.runner.feature_checks import refuse_features
 from hardpoint_torch_runtime.runner.forward_setup import GraphChoice, forward_maker
 from hardpoint_torch_runtime.runner.kv_memory import KVMemory
-from hardpoint_torch_runtime.runner.pooling_plan import PoolingOptions, PoolingPlan, check_options
+from hardpoint_torch_runtime.runner.pooling_plan import PoolingPlan, check_options
 from hardpoint_torch_runtime.runner.runner import ModelRunner, profile_forward
 from hardpoint_torch_runtime.runner.streams import device_streams
 from hardpoint_torch_runtime.runner.warm_up import run_warm_up
 from hardpoint_torch_runtime.sampling.sampler import Sampler
+from hardpoint_torch_runtime.worker_options import TorchWorkerOptions
 
 __all__ = ["TorchWorker", "TorchWorkerOptions", "create"]
-
-
-class TorchWorkerOptions(PoolingOptions):
-    """Options under ``plugins.worker.torch``."""
-
-    model: str | None = Field(
-        default=None, description="`model` plugin to run instead of the one that is named like the architecture"
-    )
-    fallback_model: str | None = Field(
-        default="transformers",
-        description="`model` plugin that runs architectures without one of their name, where it is installed; unset: "
-        "they are refused",
-    )
-    logits_processors: tuple[str, ...] = Field(
-        default=(), description="`logits_processor` plugins to run, in this order"
-    )
-    warm_up_tokens: int = Field(
-        default=16, ge=1, description="tokens of the made-up prompts that are computed before the first request"
-    )
-    check_logits_processors: bool = Field(
-        default=False, description="stop the step when a processor that declares itself argmax-invariant is not"
-    )
-    asynchronous_output: bool | None = Field(
-        default=None,
-        description="leave results on the device until they are asked for, so that the next step can be submitted "
-        "meanwhile; by default wherever the device works on its own",
-    )
-    recurrent_states: Literal["none", "align", "all"] = Field(
-        default="none",
-        description="which states recurrent layers keep of a sequence: `none` but the last one, so that no prefix is "
-        "found; `align`: also those at the ends of steps that end with a block; `all`: one per block",
-    )
-    prompt_embeddings: bool = Field(default=True, description="take prompts that are given as embeddings")
-    custom_ops: tuple[str, ...] = Field(
-        default=(), description="`custom_op` plugins whose operators are registered before the model is created"
-    )
-    kernel_overrides: dict[str, str | tuple[str, ...]] = Field(
-        default={},
-        description="by seam, the `kernel_override` plugin to use there, or several in order of preference; "
-        "`reference` is the plain kernel",
-    )
-    communicator: str | None = Field(
-        default=None, description="`communicator` plugin for tensor parallelism instead of the platform's"
-    )
-    context_ranks: int = Field(
-        default=1,
-        ge=1,
-        description="ranks that the tokens of every sequence are dealt out among in the KV cache (decode context "
-        "parallelism): 1, or as many as `tensor_parallel_size`, for models whose ranks keep the same keys and values",
-    )
-    context_interleave: int = Field(
-        default=1, ge=1, description="tokens of a sequence that are dealt to one rank at a time; divides the block size"
-    )
-    graph_backend: str | None = Field(
-        default=None, description="`graph_backend` plugin that captures the forwards of decoding steps; by default none"
-    )
-    graph_sizes: tuple[int, ...] | None = Field(
-        default=None,
-        description="tokens of the steps to capture, others are padded to the next size; by default 1, 2, 4 and every "
-        "multiple of 8 up to 512",
-    )
-    use_kernel_overrides: bool = Field(
-        default=True, description="off: the plain kernel at every seam, to find out whether an override is at fault"
-    )
-
-    def named_overrides(self) -> dict[str, tuple[str, ...]]:
-        """``kernel_overrides`` with a single name as a list of one."""
-        return {
-            seam: (wanted,) if isinstance(wanted, str) else wanted for seam, wanted in self.kernel_overrides.items()
-        }
 
 
 class TorchWorker(Worker):
@@ -196,6 +124,9 @@ class TorchWorker(Worker):
             load_custom_ops(self._plugins, name, config=self.config, device=self.device)
         self._kernels = self._select_kernels()
         self.lowering = self._create_lowering()
+        choice = self._choose_model()
+        if self.config.parallel.rank == 0:
+            choice.log(self._logger, self.config.model.architecture)
         described = self._platform.describe(self._logical_device)
         attend = attention_for_layers(self._plugins, self._platform, self.config, described, self.device, self._logger)
         self._loaded = load_model(
@@ -207,7 +138,7 @@ class TorchWorker(Worker):
             self._communicator,
             MambaCacheMode(self.options.recurrent_states),
             self._shards,
-            self._choose_model(),
+            choice,
         )
         self._pooling = PoolingPlan.settle(self._loaded.model, self.options, torch_dtype(self.config.dtype))
         OPERATORS.verify()
@@ -230,17 +161,10 @@ class TorchWorker(Worker):
 
     def explain_attention(self, device: DeviceDescription) -> AttentionReport:
         """What a start on ``device``, which need not be there, would decide. Works before any other method."""
-        choice = choose_model(self.config.model.architecture, self._plugins.names("model"), self.options)
-        return attention_report(self._plugins, self._platform, self.config, device, self._shards, choice)
+        return attention_report(self._plugins, self._platform, self.config, device, self._shards, self._choose_model())
 
     def _choose_model(self) -> ModelChoice:
-        """The model plugin, with a line in the log where it is not the architecture's own."""
-        architecture = self.config.model.architecture
-        choice = choose_model(architecture, self._plugins.names("model"), self.options)
-        if choice.reason and self.config.parallel.rank == 0:
-            level = logging.WARNING if choice.is_fallback else logging.INFO
-            self._logger.log(level, "model plugin %r runs %s: %s", choice.plugin, architecture, choice.reason)
-        return choice
+        return choose_model(self.config.model.architecture, self._plugins.names("model"), self.options)
 
     def _create_lowering(self) -> ModelLowering | None:
         name = chosen_compiler(self.config.compiler, self._platform, self._plugins, self._logger)

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_transformers_models.interception import SHAPES_ONLY
+from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["build_on_meta", "refuse_architecture", "require_known"]
 
@@ -73,7 +74,7 @@ def refuse_architecture(architecture: str, model_class: Any, config: Any) -> Non
     elif getattr(config, "hidden_size_per_layer_input", None):
         reason = "its layers look tokens up in tables of their own (hidden_size_per_layer_input)"
     if reason:
-        raise UnsupportedModelError(f"{architecture} cannot be run by transformers here: {reason}")
+        raise refusal(architecture, reason)
 
 
 def require_known(info: ModelInfo) -> None:
@@ -131,27 +132,23 @@ def _refuse_modules(architecture: str, model: Any) -> None:
     """Raise ``UnsupportedModelError`` for what only the modules tell."""
     base, embedding = model.base_model, model.get_input_embeddings()
     if base is model or model.get_output_embeddings() is None:
-        raise _refusal(architecture, "its head cannot be told from its layers")
+        raise refusal(architecture, "its head cannot be told from its layers")
     accepted = inspect.signature(base.forward).parameters
     for needed in ("inputs_embeds", "position_ids"):
         if needed not in accepted:
-            raise _refusal(architecture, f"its layers take no {needed}")
+            raise refusal(architecture, f"its layers take no {needed}")
     vocab_size = model.config.vocab_size
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, MIXERS):
-            raise _refusal(architecture, f"{name} is a {kind}, which keeps a state of its own from token to token")
+            raise refusal(architecture, f"{name} is a {kind}, which keeps a state of its own from token to token")
         if isinstance(module, torch.nn.Embedding) and module is not embedding and len(module.weight) >= vocab_size:
-            raise _refusal(architecture, f"{name} looks tokens up a second time, which prompts of embeddings lack")
+            raise refusal(architecture, f"{name} looks tokens up a second time, which prompts of embeddings lack")
         rotation = getattr(module, "rope_type", None)
         kinds = rotation.values() if isinstance(rotation, Mapping) else (rotation,)
         if growing := sorted({one for one in kinds if one in GROWING_ROTATIONS}):
-            raise _refusal(
+            raise refusal(
                 architecture,
                 f"its rotary positions are of the kind {', '.join(growing)}, whose frequencies depend on the longest "
                 "sequence of a batch",
             )
-
-
-def _refusal(architecture: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{architecture} cannot be run by transformers here: {reason}")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hardpoint.errors import UnsupportedModelError
+from hardpoint_transformers_models.refusal import refusal
 from hardpoint_transformers_models.replacement import PagedAttention
 
 __all__ = ["require_independent_tokens"]
@@ -37,9 +37,7 @@ def require_independent_tokens(
     pairs = ((outputs[0][1], outputs[1][1], "those before"), (outputs[0][0], outputs[2][0], "those behind"))
     for one, other, where in pairs:
         if float((one - other).abs().max()) > MAX_CHANGE * float(one.abs().max()):
-            raise UnsupportedModelError(
-                f"{architecture} cannot be run by transformers here: outside of attention tokens depend on {where} them"
-            )
+            raise refusal(architecture, f"outside of attention tokens depend on {where} them")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from hardpoint.errors import UnsupportedModelError
+from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["PAGED", "SHAPES_ONLY", "SLOT", "AttentionCall", "TrialRun"]
 
@@ -184,7 +185,7 @@ class TrialRun:
             raise self._refusal(call.name, "computes more in its attention than scores, a cap and a softmax")
 
     def _refusal(self, name: str, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.architecture} cannot be run by transformers here: {name} {what}")
+        return refusal(self.architecture, f"{name} {what}")
 
 
 def _attention_of(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.errors import UnsupportedModelError
+from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["materialize"]
 
@@ -38,9 +38,7 @@ def _parameters(model: Any, prefix: str, module: torch.nn.Module, dtype: torch.d
             continue
         if not buffer.is_floating_point():
             path = f"{prefix}.{name}" if prefix else name
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be run by transformers here: {path} is a stored table of {buffer.dtype}"
-            )
+            raise refusal(type(model).__name__, f"{path} is a stored table of {buffer.dtype}")
         delattr(module, name)
         _set_parameter(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
@@ -53,7 +51,7 @@ def _buffers(model: Any, prefix: str, module: torch.nn.Module, device: torch.dev
     waiting = [name for name, _ in module.named_buffers(recurse=False)]
     for name in waiting:
         buffer = module.get_buffer(name)
-        module._buffers[name] = _unset(buffer, device)
+        module._buffers[name] = _unset(model, name, buffer, device)
     if not waiting:
         return
     # Under the device: tables that the initialization makes must not be on the host while buffers are elsewhere.
@@ -61,15 +59,12 @@ def _buffers(model: Any, prefix: str, module: torch.nn.Module, device: torch.dev
         model._init_weights(module)
     for name in waiting:
         if bool(_is_unset(module.get_buffer(name)).any()):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be run by transformers here: nothing in the library computes the table "
-                f"{prefix}.{name} anew"
-            )
+            raise refusal(type(model).__name__, f"nothing in the library computes the table {prefix}.{name} anew")
 
 
-def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _unset(model: Any, name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     if buffer.dtype is torch.bool:
-        raise UnsupportedModelError("tables of switches cannot be told from ones that were not computed")
+        raise refusal(type(model).__name__, f"{name} is a table of switches, of which none shows that it was computed")
     return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device=device)
 
 

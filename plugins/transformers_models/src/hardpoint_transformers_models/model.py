@@ -29,6 +29,7 @@ from hardpoint_transformers_models.independence import require_independent_token
 from hardpoint_transformers_models.interception import PAGED, AttentionCall, TrialRun
 from hardpoint_transformers_models.memory import materialize
 from hardpoint_transformers_models.naming import Naming
+from hardpoint_transformers_models.refusal import refusal
 from hardpoint_transformers_models.replacement import PagedAttention, replace_attention, replace_layers
 
 __all__ = ["TransformersModel", "create_transformers"]
@@ -157,15 +158,15 @@ def try_forward(info: ModelInfo, model: Any, division: Division) -> list[Attenti
         raise
     except Exception as error:
         divided = f" divided among {division.size} ranks" if division.size > 1 else ""
-        raise UnsupportedModelError(
-            f"{info.architecture} cannot be run by transformers here: a trial run{divided} without weights failed with "
-            f"{type(error).__name__}: {error}"
+        raise refusal(
+            info.architecture, f"a trial run{divided} without weights failed with {type(error).__name__}: {error}"
         ) from error
     num_layers = getattr(model.config, "num_hidden_layers", None)
     if not run.calls or (isinstance(num_layers, int) and len(run.calls) != num_layers):
-        raise UnsupportedModelError(
-            f"{info.architecture} cannot be run by transformers here: {len(run.calls)} of its {num_layers} layers "
-            "attend through functions that can be replaced, so others keep what the KV cache does not hold"
+        raise refusal(
+            info.architecture,
+            f"{len(run.calls)} of its {num_layers} layers attend through functions that can be replaced, so others "
+            "keep what the KV cache does not hold",
         )
     return run.calls
 
@@ -218,8 +219,8 @@ def create_transformers(ctx: ModelContext, options: NoOptions) -> Model:
     require_known(ctx.config.model)
     stages = ctx.config.parallel.pipeline_parallel_size
     if stages > 1 or (ctx.stage is not None and not (ctx.stage.has_embedding and ctx.stage.has_head)):
-        raise UnsupportedModelError(
-            f"{ctx.config.model.architecture} cannot be run by transformers here on several pipeline stages; set "
-            "--pipeline-parallel-size 1"
+        raise refusal(
+            ctx.config.model.architecture,
+            "its layers cannot be divided into several pipeline stages; set --pipeline-parallel-size 1",
         )
     return TransformersModel(ctx.config.model, ctx.layers)

@@ -15,9 +15,9 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
-from hardpoint.errors import UnsupportedModelError
 from hardpoint.interfaces.model import WeightRule
 from hardpoint_torch_runtime.layers import Placement
+from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["ExpertPlacement", "Naming", "StackedExperts"]
 
@@ -86,9 +86,9 @@ class Naming:
         for renaming in self._renamings:
             read, _ = renaming.rename_source_key(read)
         if read != name:
-            raise UnsupportedModelError(
-                f"{self._architecture} cannot be run by transformers here: the library reads {name} under names that "
-                f"cannot be told from it ({stored} would be read as {read})"
+            raise refusal(
+                self._architecture,
+                f"the library reads {name} under names that cannot be told from it ({stored} would be read as {read})",
             )
         return stored
 
@@ -100,9 +100,8 @@ class Naming:
             operations = [type(one) for one in converter.operations]
             if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]) or parameter.dim() != 3:
                 shown = " and ".join(one.__name__ for one in operations) or "nothing"
-                raise UnsupportedModelError(
-                    f"{self._architecture} cannot be run by transformers here: {name} is made of stored tensors by "
-                    f"{shown}; stacks of experts are understood"
+                raise refusal(
+                    self._architecture, f"{name} is made of stored tensors by {shown}; stacks of experts are understood"
                 )
             begin = name.removesuffix(target)
             sources = [begin + source for source in converter._original_source_patterns]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hardpoint.errors import UnsupportedModelError
 from hardpoint_torch_runtime.layers import (
     AttentionLayer,
     ColumnParallelLinear,
@@ -23,6 +22,7 @@ from hardpoint_torch_runtime.layers import (
 )
 from hardpoint_transformers_models.division import Division, Share
 from hardpoint_transformers_models.interception import SLOT, AttentionCall
+from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["Head", "PagedAttention", "SlicedRowLinear", "replace_attention", "replace_layers"]
 
@@ -89,9 +89,9 @@ def replace_layers(model: Any, division: Division, layers: LayerToolkit) -> None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
         kinds = f"{type(embedding).__name__} and {type(head).__name__}"
-        raise UnsupportedModelError(
-            f"{division.architecture} cannot be run by transformers here: its table of tokens and its head are of the "
-            f"kinds {kinds}; Embedding and Linear are understood"
+        raise refusal(
+            division.architecture,
+            f"its table of tokens and its head are of the kinds {kinds}; Embedding and Linear are understood",
         )
     names = {module: name for name, module in model.named_modules()}
     table = layers.embedding(names[embedding], embedding.num_embeddings, embedding.embedding_dim)

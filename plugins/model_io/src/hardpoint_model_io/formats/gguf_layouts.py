@@ -6,6 +6,7 @@ Legend: H query heads, G heads of keys and values (or groups of heads), D entrie
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -85,10 +86,7 @@ def _convolution(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _vector(shape: tuple[int, ...]) -> tuple[int, ...]:
-    size = 1
-    for length in shape:
-        size *= length
-    return (size,)
+    return (prod(shape),)
 
 
 PAIRED_QUERIES = Reorder(lambda config, count: _unpaired(config, count, "num_attention_heads"))

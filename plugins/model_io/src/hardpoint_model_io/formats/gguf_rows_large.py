@@ -10,6 +10,7 @@ from hardpoint_model_io.formats.gguf import GgufFile
 from hardpoint_model_io.formats.gguf_layouts import latent_up_projection
 from hardpoint_model_io.formats.gguf_metadata import Metadata
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture, Join, MetadataField
+from hardpoint_model_io.formats.gguf_rows_decoders import LLAMA_HEAD_DIM
 from hardpoint_model_io.formats.gguf_rows_mixtures import LOCAL_EXPERT_FIELDS
 from hardpoint_model_io.formats.gguf_stems import DECODER_FIELDS, DECODER_STEMS, SILU, changed, expert_stems
 
@@ -153,6 +154,6 @@ LARGE_ROWS = (
             "attn_scale": 0.1,
         },
         completions=(_complete_llama4,),
-        head_dim_keys=("attention.key_length", "rope.dimension_count"),
+        head_dim_keys=LLAMA_HEAD_DIM,
     ),
 )

@@ -32,6 +32,7 @@ from hardpoint_torch_runtime.runner.pooling import SlotPooling
 from hardpoint_torch_runtime.runner.pooling_plan import PoolingPlan
 from hardpoint_torch_runtime.runner.position_axes import AxisPositions, PositionAxes
 from hardpoint_torch_runtime.runner.prompt_embeddings import PromptEmbeddings
+from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 from hardpoint_torch_runtime.runner.runner import ModelRunner
 from hardpoint_torch_runtime.runner.sampling_stage import DeviceResidence
 from hardpoint_torch_runtime.runner.slot_state import SlotState
@@ -74,10 +75,12 @@ def _axes(config: WorkerConfig, model: Model, device: torch.device) -> PositionA
     return PositionAxes(model, config.max_num_seqs, config.max_num_batched_tokens, device)
 
 
-def _encoder(model: Model, slots: SlotState, device: torch.device) -> EncoderStage | MediaStage | None:
+def _encoder(
+    model: Model, slots: SlotState, items: PromptItems | None, device: torch.device
+) -> EncoderStage | MediaStage | None:
     """Only for models with an encoder: its output is attended to, or stands among the tokens."""
-    if isinstance(model, MediaModel):
-        return MediaStage(model, slots.num_slots)
+    if items is not None and isinstance(model, MediaModel):
+        return MediaStage(model, items)
     return EncoderStage(model, slots, device) if isinstance(model, EncoderModel) else None
 
 
@@ -133,12 +136,14 @@ def assemble_runner(
     axes = _axes(config, model, device)
     tokens = None if residence is None else residence.tokens
     pooling = SlotPooling(parts.pooling or PoolingPlan.settle(model))
-    encoder = _encoder(model, slots, device)
-    ranges = MediaRanges(config.max_num_seqs) if groups.uses_mm_prefix else None
-    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, encoder, ranges)
+    items = PromptItems(slots.num_slots) if isinstance(model, MediaModel) or groups.uses_mm_prefix else None
+    encoder = _encoder(model, slots, items, device)
+    ranges = MediaRanges(items) if items is not None and groups.uses_mm_prefix else None
+    attended = encoder if isinstance(encoder, EncoderStage) else None
+    by_slot: tuple[StatePart | None, ...] = (*parts.extensions, parts.proposer, axes, tokens, pooling, items, attended)
     flags = RunnerFlags.settle(config, model, takes_embeddings=parts.takes_embeddings, exchange=parts.exchange)
     refuse = parts.refuse if flags.takes_embeddings else _without_embeddings(parts.refuse)
-    embeddings = PromptEmbeddings(encoder if isinstance(encoder, MediaStage) else None)
+    embeddings = PromptEmbeddings(items)
     state = BatchState(
         slots,
         sampling,

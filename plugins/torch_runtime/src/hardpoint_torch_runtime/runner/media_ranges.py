@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
-
-from hardpoint.interfaces.request import Feature, Int32Array
-from hardpoint.interfaces.step import NewRow
+from hardpoint.interfaces.request import Feature
 from hardpoint_torch_runtime.runner.input_batch import InputBatch
+from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 
 __all__ = ["MediaRanges", "refuse_ranges"]
 
@@ -39,39 +37,18 @@ def refuse_ranges(features: tuple[Feature, ...], max_tokens: int) -> str | None:
 
 
 class MediaRanges:
-    """State by slot: half-open ranges of positions, one for each item of the prompt."""
+    """Half-open ranges of positions, one for each of the ``items`` of prompts."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._ranges: dict[int, Ranges] = {}
-        self._ends: Int32Array = np.zeros(num_slots, dtype=np.int32)
-        """By slot: where its last item ends, 0 without any."""
-
-    def enter(self, row: NewRow) -> None:
-        """See ``StatePart``."""
-        self._ranges.pop(row.slot, None)
-        self._ends[row.slot] = 0
-        if row.features:
-            ranges = tuple((feature.offset, feature.offset + feature.length) for feature in row.features)
-            self._ranges[row.slot] = ranges
-            self._ends[row.slot] = ranges[-1][1]
-
-    def release(self, slots: Int32Array) -> None:
-        if not self._ranges:
-            return
-        self._ends[slots] = 0
-        for slot in slots.tolist():
-            self._ranges.pop(slot, None)
+    def __init__(self, items: PromptItems) -> None:
+        self._items = items
 
     def of_rows(self, batch: InputBatch) -> tuple[Ranges, ...] | None:
         """Of each row the ranges that tokens of this step lie in; None where no row has any."""
-        if not self._ranges:
-            return None
-        rows = np.flatnonzero(batch.num_computed < self._ends[batch.slots]).tolist()
         found: list[Ranges] = [()] * batch.num_rows
-        for row in rows:
+        for row in self._items.rows_ahead(batch):
             first = int(batch.num_computed[row])
             last = first + int(batch.num_scheduled[row])
-            ranges = self._ranges[int(batch.slots[row])]
+            ranges = ((item.offset, item.offset + item.length) for item in self._items.of(int(batch.slots[row])))
             found[row] = tuple((begin, end) for begin, end in ranges if begin < last and first < end)
         return tuple(found) if any(found) else None
 

@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from hardpoint.interfaces.request import Feature, Int32Array
+from hardpoint.interfaces.request import Feature
 from hardpoint.interfaces.scheduler import ENCODER_INPUTS
 from hardpoint.interfaces.step import NewRow, SchedulerOutput
 from hardpoint_torch_runtime.runner.encoder_outputs import Content, EncoderModel, EncoderOutputs
 from hardpoint_torch_runtime.runner.input_batch import InputBatch, PlacedRows
+from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 
 __all__ = ["MediaModel", "MediaStage", "refuse_media", "sound_media"]
 
@@ -104,37 +105,16 @@ class _Piece(NamedTuple):
 
 
 class MediaStage:
-    """State by slot: the items of its prompt."""
+    """Embeddings for the ``items`` of prompts, which ``model`` makes."""
 
-    def __init__(self, model: MediaModel, num_slots: int) -> None:
+    def __init__(self, model: MediaModel, items: PromptItems) -> None:
         self._outputs = EncoderOutputs(model)
-        self._items: dict[int, tuple[Feature, ...]] = {}
-        self._ends: Int32Array = np.zeros(num_slots, dtype=np.int32)
-        """By slot: where its last item ends, 0 without any."""
-
-    def enter(self, row: NewRow) -> None:
-        """See ``StatePart``."""
-        self._items.pop(row.slot, None)
-        self._ends[row.slot] = 0
-        if row.features:
-            self._items[row.slot] = row.features
-            self._ends[row.slot] = row.features[-1].offset + row.features[-1].length
-
-    def release(self, slots: Int32Array) -> None:
-        if not self._items:
-            return
-        self._ends[slots] = 0
-        for slot in slots.tolist():
-            self._items.pop(slot, None)
+        self._items = items
 
     @property
     def num_kept(self) -> int:
         """Outputs that the scheduler counts on."""
         return len(self._outputs)
-
-    def any_ahead(self, slots: Int32Array, num_computed: Int32Array) -> bool:
-        """Whether a row that has computed ``num_computed`` tokens has not passed its last item."""
-        return bool(self._items) and bool((num_computed < self._ends[slots]).any())
 
     def join(self, step: SchedulerOutput, batch: InputBatch, refused: Container[int]) -> InputBatch:
         """``batch`` with what encoders made for its tokens; items of which nothing is kept are encoded now.
@@ -144,8 +124,6 @@ class MediaStage:
         del refused
         plan = step.extensions.get(ENCODER_INPUTS)
         self._outputs.drop_freed(plan)
-        if not self.any_ahead(batch.slots, batch.num_computed):
-            return batch
         pieces = list(self._pieces(batch))
         if not pieces:
             return batch
@@ -156,10 +134,10 @@ class MediaStage:
         return replace(batch, media=tuple(placed))
 
     def _pieces(self, batch: InputBatch) -> Iterator[_Piece]:
-        for row in np.flatnonzero(batch.num_computed < self._ends[batch.slots]).tolist():
+        for row in self._items.rows_ahead(batch):
             slot, computed = int(batch.slots[row]), int(batch.num_computed[row])
             end, start = computed + int(batch.num_scheduled[row]), int(batch.query_start_loc_cpu[row])
-            for feature in self._items[slot]:
+            for feature in self._items.of(slot):
                 first, last = max(feature.offset, computed), min(feature.offset + feature.length, end)
                 if first < last:
                     yield _Piece(feature, first - feature.offset, last - feature.offset, start + first - computed)

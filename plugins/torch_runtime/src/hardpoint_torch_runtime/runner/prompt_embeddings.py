@@ -13,17 +13,17 @@ from hardpoint.interfaces.step import NewRow
 if TYPE_CHECKING:
     from hardpoint.interfaces.model import Model
     from hardpoint_torch_runtime.runner.input_batch import InputBatch
-    from hardpoint_torch_runtime.runner.media_stage import MediaStage
+    from hardpoint_torch_runtime.runner.prompt_items import PromptItems
 
 __all__ = ["PromptEmbeddings"]
 
 
 class PromptEmbeddings:
-    """Empty for ordinary requests, and then free of cost. ``media``: where the model takes any."""
+    """Empty for ordinary requests, and then free of cost. ``items``: media of prompts, where the model takes any."""
 
-    def __init__(self, media: MediaStage | None = None) -> None:
+    def __init__(self, items: PromptItems | None = None) -> None:
         self._by_slot: dict[int, np.ndarray] = {}
-        self._media = media
+        self._items = items
 
     def enter(self, row: NewRow) -> None:
         self.drop(row.slot)
@@ -36,7 +36,7 @@ class PromptEmbeddings:
     def any_wanted(self, slots: Int32Array, num_computed: Int32Array) -> bool:
         """Whether a row that has computed ``num_computed`` tokens goes on within embeddings of its own, or has media
         ahead."""
-        if self._media is not None and self._media.any_ahead(slots, num_computed):
+        if self._items is not None and self._items.any_ahead(slots, num_computed):
             return True
         if not self._by_slot:
             return False
