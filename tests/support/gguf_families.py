@@ -106,7 +106,9 @@ def make_gguf(
     tensors |= family.extra(config)
     metadata = {**family.describe(config), **(changes or {})}
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    num_layers = size_of(config, "num_hidden_layers", "n_layer", "n_layers")
+    num_layers = max(
+        size_of(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"), config.get("num_decoder_layers") or 0
+    )
     write_file(folder / name, family.gguf, metadata, tensors, num_layers, kind)
     artifact = ModelArtifact(name=name, root=str(folder), files=(name,), source="local")
     return replace(tiny, info=msgspec.structs.replace(tiny.info, artifact=artifact, loader="gguf"))

@@ -12,8 +12,10 @@ __all__ = ["IGNORED_TENSORS", "MappedName", "map_tensor_name"]
 
 IGNORED_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """What carries no weights: rotary tables, which the configuration expresses instead."""
+# Of models with two stacks the names begin with that of one; and a head of labels has parts with names of their own.
 _TENSOR_NAME = re.compile(
-    r"(?:(?P<block>blk)\.(?P<layer>\d{1,6})\.)?(?P<stem>[a-z0-9_]+)(?:\.(?P<expert>\d{1,6}))?(?:\.(?P<kind>weight|bias))?"
+    r"(?:(?P<block>(?:(?:enc|dec)\.)?blk)\.(?P<layer>\d{1,6})\.)?(?P<stem>(?:(?:enc|dec|cls)\.)??[a-z0-9_]+)"
+    r"(?:\.(?P<expert>\d{1,6}))?(?:\.(?P<kind>weight|bias))?"
 )
 
 
@@ -48,10 +50,15 @@ def map_tensor_name(row: GgufArchitecture, stored: str, path: str) -> MappedName
     return found
 
 
+def _blocks(row: GgufArchitecture, kind: str) -> str:
+    """Where layers of a ``kind`` are; anywhere for one that the architecture has no stems of."""
+    return row.blocks if kind == "blk" else row.stacks.get(kind, "")
+
+
 def _mapped(row: GgufArchitecture, match: re.Match[str]) -> MappedName | None:
-    stem = f"blk.{match['stem']}" if match["block"] else match["stem"]
+    stem = f"{match['block']}.{match['stem']}" if match["block"] else match["stem"]
     suffix = "" if match["kind"] is None else f".{match['kind']}"
-    prefix = f"{row.blocks}.{int(match['layer'])}." if match["block"] else ""
+    prefix = f"{_blocks(row, match['block'])}.{int(match['layer'])}." if match["block"] else ""
     for target, join in row.joins.items():
         if stem in join.parts and suffix == ".weight":
             parts = tuple(f"blk.{match['layer']}.{part.removeprefix('blk.')}.weight" for part in join.parts)

@@ -11,7 +11,17 @@ import numpy as np
 from hardpoint_model_io.formats.gguf import GgufFile
 from hardpoint_model_io.formats.gguf_metadata import Metadata
 
-__all__ = ["Completion", "GgufArchitecture", "Join", "MetadataField", "Recompute", "Reorder", "Reshape", "Transform"]
+__all__ = [
+    "Completion",
+    "GgufArchitecture",
+    "Join",
+    "MetadataField",
+    "Recompute",
+    "Reorder",
+    "Reshape",
+    "Restore",
+    "Transform",
+]
 
 Config = Mapping[str, Any]
 Completion = Callable[[Metadata, dict[str, Any]], None]
@@ -42,7 +52,15 @@ class Reshape:
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
-Transform = Reorder | Recompute | Reshape
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rows of zeros come before the stored ones, ``num_rows(config)`` of them, and all become float32: what converters
+    cut off since nothing looks at it."""
+
+    num_rows: Callable[[Config], int]
+
+
+Transform = Reorder | Recompute | Reshape | Restore
 """What must be undone when a tensor is read."""
 
 
@@ -87,6 +105,7 @@ class GgufArchitecture:
         constants: config fields the format leaves to the architecture.
         completions: what else the configuration needs, in this order.
         applies: whether the row is meant for a file; rows of the same ``gguf`` are asked in turn.
+        stacks: what ``blocks`` is, by ``enc.blk`` and ``dec.blk``, of models with two stacks.
         rotates_part: whether part of a head may rotate (``rope.dimension_count``), as ``partial_rotary_factor``.
         tasks: what models of it can do.
         head_dim_keys: metadata keys that give ``head_dim``, first match; otherwise hidden size over heads.
@@ -103,6 +122,7 @@ class GgufArchitecture:
     completions: tuple[Completion, ...] = ()
     applies: Callable[[GgufFile], bool] | None = None
     blocks: str = "model.layers"
+    stacks: Mapping[str, str] = field(default_factory=dict)
     rotates_part: bool = False
     tasks: tuple[str, ...] = ("generate", "embed")
     head_dim_keys: tuple[str, ...] = ("attention.key_length",)

@@ -7,6 +7,7 @@ from hardpoint_model_io.formats.gguf import GgufFile
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture
 from hardpoint_model_io.formats.gguf_rows_classic import CLASSIC_ROWS
 from hardpoint_model_io.formats.gguf_rows_decoders import DECODER_ROWS
+from hardpoint_model_io.formats.gguf_rows_encdec import ENCODER_DECODER_ROWS
 from hardpoint_model_io.formats.gguf_rows_encoders import ENCODER_ROWS
 from hardpoint_model_io.formats.gguf_rows_large import LARGE_ROWS
 from hardpoint_model_io.formats.gguf_rows_mixtures import MIXTURE_ROWS
@@ -21,6 +22,7 @@ ROWS: tuple[GgufArchitecture, ...] = (
     *LARGE_ROWS,
     *RECURRENT_ROWS,
     *ENCODER_ROWS,
+    *ENCODER_DECODER_ROWS,
 )
 
 

@@ -19,6 +19,8 @@ from hardpoint_model_io.formats.gguf_config import TOKENS_KEY, token_id
 from hardpoint_model_io.formats.gguf_vocabulary import TokenType, chat_template, text_value, token_types
 from hardpoint_model_io.tokenizers.decoding import VocabularyKind
 from hardpoint_model_io.tokenizers.fast import FastTokenizer, TokenizerFacts
+from hardpoint_model_io.tokenizers.splits import DOUBLE_SEPARATOR
+from hardpoint_model_io.tokenizers.unigram import unigram_backend
 from hardpoint_model_io.tokenizers.vocabularies import (
     Vocabulary,
     byte_level_backend,
@@ -38,18 +40,20 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """One value of ``tokenizer.ggml.model``: how to build it, and whether BOS is added where the file is silent; None
-    for a family that always puts the same around a text."""
+    """One value of ``tokenizer.ggml.model``: how to build it, and whether BOS and EOS are added where the file is
+    silent; None for a family that always puts the same around a text."""
 
     build: Callable[[Vocabulary], Backend]
     kind: VocabularyKind
     adds_bos: bool | None
+    adds_eos: bool = False
 
 
 _FAMILIES: Mapping[str, _Family] = {
     "gpt2": _Family(byte_level_backend, VocabularyKind.BYTE_LEVEL, adds_bos=False),
     "llama": _Family(sentencepiece_backend, VocabularyKind.BYTE_FALLBACK, adds_bos=True),
     "bert": _Family(marked_word_piece_backend, VocabularyKind.WORD_PIECE, adds_bos=None),
+    "t5": _Family(unigram_backend, VocabularyKind.BYTE_FALLBACK, adds_bos=False, adds_eos=True),
 }
 
 
@@ -77,7 +81,7 @@ class GgufTokenizerProvider(TokenizerProvider):
         _add_special_tokens(backend, vocabulary)
         roles = {role: vocabulary.tokens[i] for role, key in _ROLES.items() if (i := token_id(file, key)) is not None}
         if family.adds_bos is not None:
-            _set_frame(backend, file, roles, family.adds_bos)
+            _set_frame(backend, file, roles, family)
         return FastTokenizer(backend, TokenizerFacts(family.kind, roles, chat_template(file)))
 
 
@@ -104,7 +108,18 @@ def _read_vocabulary(file: GgufFile) -> Vocabulary:
         pre=text_value(file, "tokenizer.ggml.pre"),
         unknown=None if unknown is None else tokens[unknown],
         adds_space_prefix=_flag(file, "add_space_prefix", True),
+        characters=_characters(file),
+        joins_spaces=_flag(file, "remove_extra_whitespaces", True),
     )
+
+
+def _characters(file: GgufFile) -> bytes:
+    if (key := "tokenizer.ggml.precompiled_charsmap") not in file.metadata:
+        return b""
+    table = file.numbers(key)
+    if table.dtype.itemsize != 1:
+        raise ModelFormatError(f"{file.path}: metadata {key!r} must be an array of bytes")
+    return table.tobytes()
 
 
 def _flag(file: GgufFile, name: str, default: bool) -> bool:
@@ -130,18 +145,24 @@ def _add_special_tokens(backend: Backend, vocabulary: Vocabulary) -> None:
             backend.add_tokens(added)
 
 
-def _set_frame(backend: Backend, file: GgufFile, roles: Mapping[str, str], adds_bos: bool) -> None:
-    frame = ["$A"]
-    special = []
-    if _flag(file, "add_bos_token", adds_bos) and "bos_token" in roles:
-        frame.insert(0, roles["bos_token"])
-        special.append(roles["bos_token"])
-    if _flag(file, "add_eos_token", False) and "eos_token" in roles:
-        frame.append(roles["eos_token"])
-        special.append(roles["eos_token"])
-    if special:
-        ids = [(text, backend.token_to_id(text)) for text in dict.fromkeys(special)]
-        backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=ids)
+def _set_frame(backend: Backend, file: GgufFile, roles: Mapping[str, str], family: _Family) -> None:
+    """What stands around a text, and around and between two: the first one ends as a text does, and there may be a
+    separator more."""
+    has_double = text_value(file, "tokenizer.ggml.pre") in DOUBLE_SEPARATOR
+    first = _framing(file, roles, "bos_token", bool(family.adds_bos))
+    last = _framing(file, roles, "eos_token", family.adds_eos)
+    between = [*last, *_framing(file, roles, "sep_token", has_double)]
+    if used := dict.fromkeys([*first, *between]):
+        ids = [(text, backend.token_to_id(text)) for text in used]
+        single, pair = [*first, "$A", *last], [*first, "$A", *between, "$B:1", *last]
+        # Without anything between them two texts are none: callers ask for that.
+        both = {"pair": pair} if between else {}
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids, **both)
+
+
+def _framing(file: GgufFile, roles: Mapping[str, str], role: str, default: bool) -> list[str]:
+    """The token of ``role`` where the file, or else ``default``, says that texts have it."""
+    return [roles[role]] if _flag(file, f"add_{role}", default) and role in roles else []
 
 
 @plugin("tokenizer", options=NoOptions)

@@ -49,12 +49,19 @@ _GPT4O = _split(_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))
 
 PRE_TOKENIZERS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "gigachat"), _GPT2),
+    **dict.fromkeys(("roberta-bpe", "modern-bert"), _GPT2),
     **dict.fromkeys(("smollm", "refact", "command-r", "codeshell", "starcoder"), _DIGITS_GPT2),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
+
+
+COMPOSED = frozenset({"modern-bert"})
+"""Names of those that see letters and their accents as one character each."""
+DOUBLE_SEPARATOR = frozenset({"roberta-bpe"})
+"""Names of those whose texts of a pair have two tokens between them, where a file does not say how many."""
 
 
 def pre_tokenizer(name: str | None, path: str) -> Any:

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from hardpoint.errors import ModelFormatError
 from hardpoint_model_io.formats.gguf_vocabulary import TokenType
 from hardpoint_model_io.tokenizers.decoding import byte_alphabet
-from hardpoint_model_io.tokenizers.splits import pre_tokenizer
+from hardpoint_model_io.tokenizers.splits import COMPOSED, pre_tokenizer
 from hardpoint_model_io.tokenizers.word_piece import PIECE_PREFIX, WordPieceSettings, word_piece_backend
 
 _SPACE_MARK = "\u2581"
@@ -21,7 +21,11 @@ _GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """As stored. ``types`` int ``[tokens]``; ``scores`` float32 ``[tokens]`` or None; ``merges`` "left right"."""
+    """As stored. ``types`` int ``[tokens]``; ``scores`` float32 ``[tokens]`` or None; ``merges`` "left right".
+
+    ``characters``: a compiled table of what characters are normalized to, or nothing. ``joins_spaces``: several spaces
+    count as one.
+    """
 
     path: str
     architecture: str
@@ -32,6 +36,8 @@ class Vocabulary:
     pre: str | None
     unknown: str | None
     adds_space_prefix: bool
+    characters: bytes = b""
+    joins_spaces: bool = True
 
     @property
     def is_gemma(self) -> bool:
@@ -54,6 +60,8 @@ def byte_level_backend(vocabulary: Vocabulary) -> Backend:
     pairs = [_pair(entry, vocabulary.path) for entry in vocabulary.merges]
     backend = Backend(models.BPE(vocab=vocabulary.ids(_spelled(vocabulary)), merges=pairs))
     backend.pre_tokenizer = pre_tokenizer(vocabulary.pre, vocabulary.path)
+    if vocabulary.pre in COMPOSED:
+        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 

@@ -79,7 +79,7 @@ def describe_config(artifact: ModelArtifact, loader: str, dtype: str | None) -> 
     vocab_size = _positive(text, ("vocab_size",), path)
     bos = _token_ids(text.get("bos_token_id"), "bos_token_id", vocab_size, path)
     architecture = _architecture(config, path)
-    max_position = _max_position(text, path) - _unused_positions(config)
+    max_position = _max_position(text, path) - unused_positions(config)
     if max_position < 1:
         raise ModelFormatError(f"{path}: 'pad_token_id' leaves no positions for tokens; the file is damaged")
     config.pop(SENTENCE_FIELD, None)
@@ -134,7 +134,7 @@ def _needs_separator(config: Mapping[str, Any]) -> bool:
     return config.get("sep_token_id") is None and isinstance(types, int) and types > 1
 
 
-def _unused_positions(config: Mapping[str, Any]) -> int:
+def unused_positions(config: Mapping[str, Any]) -> int:
     """Entries of the table of positions that no token of a text has."""
     if config.get("model_type") not in _COUNTS_BEHIND_PADDING:
         return 0

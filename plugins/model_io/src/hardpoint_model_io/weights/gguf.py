@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hardpoint.errors import ModelFormatError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
@@ -15,6 +16,8 @@ from hardpoint_model_io.formats.gguf_names import IGNORED_TENSORS, MappedName, m
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture
 from hardpoint_model_io.formats.gguf_table import architectures, find_architecture
 from hardpoint_model_io.formats.gguf_vocabulary import end_token_ids
+from hardpoint_model_io.weights.config_json import unused_positions
+from hardpoint_model_io.weights.encoder_decoder import DECODER_PROMPT, decoder_prompt, is_encoder_decoder
 from hardpoint_model_io.weights.gguf_tensors import TensorReader
 from hardpoint_model_io.weights.sizes import check_sizes
 
@@ -47,12 +50,13 @@ class GgufWeightLoader(WeightLoader):
             artifact=artifact,
             architecture=row.architecture,
             config=config,
-            max_position=config["max_position_embeddings"],
+            max_position=config["max_position_embeddings"] - unused_positions(config),
             vocab_size=config["vocab_size"],
             dtype=_dominant_dtype(file),
             loader="gguf",
             eos_token_ids=end_token_ids(file),
             bos_token_id=token_id(file, "bos_token_id"),
+            generation=_generation(config, file.path),
             tasks=row.tasks,
         )
 
@@ -86,6 +90,12 @@ def _mapped(file: GgufFile, row: GgufArchitecture) -> Iterator[tuple[GgufTensor,
                 )
         if not mapped.parts or mapped.parts[0] == stored.name:
             yield stored, mapped
+
+
+def _generation(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if not is_encoder_decoder(config):
+        return {}
+    return {DECODER_PROMPT: decoder_prompt(config, {}, config["vocab_size"], path)}
 
 
 def _open(artifact: ModelArtifact) -> tuple[GgufFile, GgufArchitecture]:

@@ -13,7 +13,7 @@ from hardpoint.interfaces.model_source import WeightTensor
 from hardpoint_model_io.formats.gguf import GgufFile, GgufTensor
 from hardpoint_model_io.formats.gguf_dequant import dequantize
 from hardpoint_model_io.formats.gguf_names import MappedName
-from hardpoint_model_io.formats.gguf_record import Join, Recompute, Reorder, Reshape
+from hardpoint_model_io.formats.gguf_record import Join, Recompute, Reorder, Reshape, Restore
 from hardpoint_model_io.formats.gguf_types import TensorType
 
 __all__ = ["TensorReader"]
@@ -33,6 +33,8 @@ class TensorReader:
 
     def num_bytes(self, stored: GgufTensor, mapped: MappedName) -> int:
         """Size of what :meth:`read` makes of a tensor."""
+        if isinstance(mapped.transform, Restore):
+            return 4 * (prod(stored.shape) + mapped.transform.num_rows(self._config) * prod(stored.shape[1:]))
         parts = self._parts(mapped) or [stored]
         is_computed = isinstance(mapped.transform, Recompute) or (
             mapped.join is not None and not self._stays_stored(mapped.join, parts)
@@ -67,6 +69,10 @@ class TensorReader:
             case Recompute(values):
                 computed = self._checked(stored.name, lambda: values(dequantize(raw, kind, shape)))
                 return WeightTensor(mapped.name, "float32", tuple(computed.shape), computed)
+            case Restore(num_rows):
+                zeros = np.zeros((num_rows(self._config), *shape[1:]), np.float32)
+                whole = np.concatenate([zeros, dequantize(raw, kind, shape)])
+                return WeightTensor(mapped.name, "float32", tuple(whole.shape), whole)
             case Reshape(change):
                 shape = self._checked(stored.name, lambda: change(shape))
                 raw = raw.reshape(*shape[:-1], -1)
