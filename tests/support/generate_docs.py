@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from attention_rules import BOOK as ATTENTION_RULES
+from gguf_page import gguf_page
 from hardpoint.config import AppConfig, EngineConfig, PluginPolicy
 from hardpoint.interfaces.plugin import declaration_of
 from hardpoint.plugins.kinds import KINDS
@@ -242,6 +243,7 @@ def architectures() -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/models/architectures.md": architectures,
+    "docs/models/gguf.md": lambda: gguf_page(_NOTE),
     FACTS: packaged_facts,
     "docs/reference/configuration.md": configuration,
     "docs/reference/plugin-kinds.md": plugin_kinds,

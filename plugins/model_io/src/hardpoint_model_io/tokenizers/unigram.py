@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from hardpoint.errors import ModelFormatError
 from hardpoint_model_io.formats.gguf_vocabulary import TokenType
@@ -25,14 +25,16 @@ def unigram_backend(vocabulary: Vocabulary) -> Backend:
     """Raises ``ModelFormatError`` naming the file where scores or the unknown token are missing, or the table of
     normalized characters leads nowhere."""
     vocabulary.ids(vocabulary.tokens)
-    is_byte = vocabulary.types == TokenType.BYTE
+    is_byte, unknown = vocabulary.types == TokenType.BYTE, _unknown_id(vocabulary)
     backend = Backend(
         models.Unigram(
             list(zip(vocabulary.tokens, _scores(vocabulary), strict=True)),
-            unk_id=_unknown_id(vocabulary),
+            unk_id=unknown,
             byte_fallback=bool(is_byte.any()),
         )
     )
+    # Text never shows what nobody can read.
+    backend.add_special_tokens([AddedToken(vocabulary.tokens[unknown], normalized=False, special=True)])
     if vocabulary.characters:
         _check_characters(vocabulary.characters, vocabulary.path)
         backend.normalizer = normalizers.Precompiled(vocabulary.characters)
