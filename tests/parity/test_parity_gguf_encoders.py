@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ def test_scores_of_a_file_are_those_that_it_was_written_from(
     assert (info.architecture, info.tasks) == (family.architecture, ("embed", "classify"))
     assert list(info.config["id2label"].values()) == (names if labels > 1 else ["LABEL_0"])
     factory = installed_factory("model", family.architecture)
+    model: Any
     model, toolkit = build_model(factory, loader, worker_config(info), backend)
     for name, states in LocalDriver(model, toolkit).step(PROMPTS).items():
         pooled = states.mean(0) if "Modern" in family.architecture else states[0]

@@ -86,7 +86,8 @@ What the format does not say, and how it is taken:
   no token has; they are there again, as zeros. Labels of these two, and of `modern-bert`, are read (`cls.output`), and
   ModernBERT's are made of the mean of all states, as llama.cpp makes them.
 - `t5`: without a head of its own the embedding is the head, and is scaled as in the first T5; a feed-forward block with
-  a gate has `gelu`, one without `relu`. (llama.cpp does not scale; greedy answers are the same.) Files of UMT5, whose layers have biases of their own, are refused.
+  a gate has `gelu`, one without `relu`. (llama.cpp does not scale, which greedy answers do not show.) Files of UMT5,
+  whose layers have biases of their own, are refused.
 - Embeddings of encoders are normalized, and pooled as `pooling_type` says.
 
 ## Over several ranks

@@ -12,8 +12,8 @@ import transformers
 
 from hardpoint.errors import HardpointError, ModelFormatError
 from hardpoint.interfaces.model_source import ModelArtifact
-from hardpoint.interfaces.tokenizer import Tokenizer
 from hardpoint_model_io.tokenizers.decoding import byte_alphabet
+from hardpoint_model_io.tokenizers.fast import FastTokenizer
 from hardpoint_model_io.tokenizers.gguf import GgufTokenizerProvider
 
 AsArtifact = Callable[[Path], ModelArtifact]
@@ -89,11 +89,14 @@ def vocabulary(tokens: list[str], **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def load(gguf_file: GgufWriter, as_artifact: AsArtifact) -> Callable[[dict[str, Any]], Tokenizer]:
-    def made(fields: dict[str, Any]) -> Tokenizer:
+def load(gguf_file: GgufWriter, as_artifact: AsArtifact) -> Callable[[dict[str, Any]], FastTokenizer]:
+    def made(fields: dict[str, Any]) -> FastTokenizer:
         tensors = {"token_embd.weight": np.zeros((len(fields["ggml.tokens"]), 32), np.float32)}
         given = {name: value for name, value in fields.items() if value is not None}
-        return GgufTokenizerProvider().load(as_artifact(gguf_file(vocabulary=given, tensors=tensors, metadata={})))
+        path = gguf_file(vocabulary=given, tensors=tensors, metadata={})
+        tokenizer = GgufTokenizerProvider().load(as_artifact(path))
+        assert isinstance(tokenizer, FastTokenizer)
+        return tokenizer
 
     return made
 
@@ -103,7 +106,7 @@ def scored(tokens: list[str]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_t5(load: Callable[..., Tokenizer], text: str) -> None:
+def test_t5(load: Callable[..., FastTokenizer], text: str) -> None:
     ours = load(vocabulary(T5_TOKENS))
     theirs = transformers.T5Tokenizer(vocab=scored(T5_TOKENS), extra_ids=1, _spm_precompiled_charsmap=CHARACTERS)
     assert ours.encode(text) == theirs(text)["input_ids"]
@@ -115,7 +118,7 @@ def test_t5(load: Callable[..., Tokenizer], text: str) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_xlm_roberta(load: Callable[..., Tokenizer], text: str) -> None:
+def test_xlm_roberta(load: Callable[..., FastTokenizer], text: str) -> None:
     """Beginning, end and two separators between the texts of a pair, as files say."""
     flags = {"ggml.add_bos_token": True, "ggml.add_eos_token": True, "ggml.add_sep_token": True,
              "ggml.seperator_token_id": 2}  # fmt: skip
@@ -125,13 +128,13 @@ def test_xlm_roberta(load: Callable[..., Tokenizer], text: str) -> None:
     assert ours.encode_pair(text, "hello") == theirs(text, "hello")["input_ids"]
 
 
-def test_spaces_that_stay_and_none_in_front(load: Callable[..., Tokenizer]) -> None:
+def test_spaces_that_stay_and_none_in_front(load: Callable[..., FastTokenizer]) -> None:
     ours = load(vocabulary(T5_TOKENS, **{"ggml.remove_extra_whitespaces": False, "ggml.add_space_prefix": False}))
     ids = ours.encode("llo  hello", add_special_tokens=False)
     assert [T5_TOKENS[one] for one in ids] == ["llo", "\u2581", "\u2581hello"]
 
 
-def test_without_a_table_characters_stay(load: Callable[..., Tokenizer]) -> None:
+def test_without_a_table_characters_stay(load: Callable[..., FastTokenizer]) -> None:
     ours = load(vocabulary(T5_TOKENS, **{"ggml.precompiled_charsmap": None, "ggml.unknown_token_id": None}))
     assert T5_TOKENS.index("<unk>") in ours.encode("\ufb01")
 
@@ -157,13 +160,13 @@ def damaged(place: int, value: int) -> bytes:
         ({"ggml.add_sep_token": 1}, "add_sep_token' is 1"),
     ],
 )
-def test_damaged_files_are_named(load: Callable[..., Tokenizer], change: dict[str, Any], message: str) -> None:
+def test_damaged_files_are_named(load: Callable[..., FastTokenizer], change: dict[str, Any], message: str) -> None:
     """A table that led out of itself would end the process."""
     with pytest.raises(ModelFormatError, match=rf"tiny\.gguf.*{message}"):
         load(vocabulary(T5_TOKENS, **change))
 
 
-def test_every_damage_of_a_table_is_refused_or_harmless(load: Callable[..., Tokenizer]) -> None:
+def test_every_damage_of_a_table_is_refused_or_harmless(load: Callable[..., FastTokenizer]) -> None:
     generator = np.random.default_rng(0)
     for _ in range(40):
         table = np.frombuffer(CHARACTERS, np.uint8).copy()
@@ -191,7 +194,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
     ("modern-bert", {}, [2]),
 ])  # fmt: skip
 def test_frames_of_byte_level_encoders(
-    load: Callable[..., Tokenizer], pre: str, changes: dict[str, Any], gap: list[int]
+    load: Callable[..., FastTokenizer], pre: str, changes: dict[str, Any], gap: list[int]
 ) -> None:
     tokenizer = load(byte_level(**{"ggml.pre": pre, **changes}))
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("a b", "c"))
@@ -199,7 +202,7 @@ def test_frames_of_byte_level_encoders(
     assert tokenizer.encode_pair("a b", "c") == [0, *first, *gap, *second, 2]
 
 
-def test_letters_and_accents_of_modernbert_are_one(load: Callable[..., Tokenizer]) -> None:
+def test_letters_and_accents_of_modernbert_are_one(load: Callable[..., FastTokenizer]) -> None:
     apart, together = "e\u0301", "\u00e9"
     modern = load(byte_level(**{"ggml.pre": "modern-bert"}))
     assert modern.encode(apart) == modern.encode(together)
@@ -207,7 +210,7 @@ def test_letters_and_accents_of_modernbert_are_one(load: Callable[..., Tokenizer
     assert plain.encode(apart) != plain.encode(together)
 
 
-def test_texts_of_models_without_an_end_are_no_pair(load: Callable[..., Tokenizer]) -> None:
+def test_texts_of_models_without_an_end_are_no_pair(load: Callable[..., FastTokenizer]) -> None:
     tokenizer = load(byte_level(**{"ggml.pre": "default", "ggml.add_eos_token": False}))
     with pytest.raises(ValueError, match="nothing between"):
         tokenizer.encode_pair("a", "b")
