@@ -106,6 +106,9 @@ QWEN3_NEXT: Mapping[str, Any] = {
 }
 AWKWARD_QWEN3_NEXT: Mapping[str, Any] = {
     **QWEN3_NEXT,
+    # Two recurrent layers in a row magnify more: with 1e-2, rounding to float32 what any one linear layer below them
+    # yields moves single logits by up to 4e-5, whoever computes them.
+    "rms_norm_eps": 4e-2,
     "layer_types": ["full_attention", "linear_attention", "linear_attention"],
     "num_attention_heads": 6,
     "head_dim": 20,
@@ -156,19 +159,16 @@ MAMBA_CASES: tuple[ParityCase, ...] = (
         limits={"bfloat16": 0.05},
     ),
 )
+# transformers sums the decays of a chunk in float32 and takes differences of the sums, which leaves its logits off by
+# up to 2e-4 of its own in float64. Summed in float64, and all else as it is, they are within 2e-5.
 QWEN3_NEXT_CASES: tuple[ParityCase, ...] = (
-    ParityCase(
-        "Qwen3NextForCausalLM",
-        QWEN3_NEXT,
-        plugins=_KEEPS_STATES,
-        # Over 64 tokens transformers in float32 is off by up to 9e-5 of itself in float64, and so are we, elsewhere.
-        limits={**ROUTED, "decode": 3e-4},
-    ),
+    ParityCase("Qwen3NextForCausalLM", QWEN3_NEXT, plugins=_KEEPS_STATES, limits=ROUTED, double_oracle=True),
     ParityCase(
         "Qwen3NextForCausalLM",
         AWKWARD_QWEN3_NEXT,
         "odd heads, three values per key, one dense layer, biases, tied, YaRN",
         plugins=_KEEPS_STATES,
         limits=ROUTED,
+        double_oracle=True,
     ),
 )

@@ -30,6 +30,7 @@ from hardpoint_testing_torch import (
     worker_config,
 )
 from hardpoint_testing_torch.__main__ import main
+from hardpoint_testing_torch.double_oracle import DoubleOracle
 from hardpoint_testing_torch.engine_parity import GenerationParity
 from hardpoint_testing_torch.state_dict_loader import StateDictLoader
 
@@ -45,6 +46,39 @@ def create(ctx: ModelContext, options: NoOptions) -> Model:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("tiny"), **SMALL)
+
+
+@torch.inference_mode()
+def test_an_oracle_in_float64_says_the_same_of_a_chunk_as_of_its_tokens_one_by_one(tmp_path: Path) -> None:
+    """Two forms of one recurrence, both in float32 as ``transformers`` has them: anything left narrow would show."""
+    sizes: dict[str, Any] = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "rms_norm_eps": 1e-2,
+    }
+    model = make_tiny_model("Qwen3NextForCausalLM", tmp_path, **SMALL, **sizes).oracle
+    tokens = torch.arange(24)[None] % SMALL["vocab_size"]
+    oracle = DoubleOracle(model)
+    whole, cache, parts = oracle(tokens).logits[0], None, []
+    for token in tokens[0]:
+        found = oracle(token.view(1, 1), past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        parts.append(found.logits[0, 0])
+    assert torch.allclose(torch.stack(parts), whole, rtol=0, atol=1e-11)
+    assert 1e-9 < float((model(tokens).logits[0] - whole).abs().max()) < 1e-2
+    assert model.dtype is torch.float32
+
+
+def test_only_models_that_generate_are_judged_in_float64(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="LlamaModel does not generate"):
+        run_parity(ParityCase("LlamaModel", SMALL, double_oracle=True), tmp_path)
 
 
 @pytest.mark.parametrize(

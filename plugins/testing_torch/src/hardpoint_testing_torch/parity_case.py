@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from hardpoint import LLM
 from hardpoint.config import AppConfig, EngineConfig
+from hardpoint_testing_torch.double_oracle import DoubleOracle
 from hardpoint_testing_torch.parity_report import ModeResult
 from hardpoint_testing_torch.tiny_models import TinyModel, make_tiny_model
 from hardpoint_testing_torch.tiny_tokenizer import write_tiny_tokenizer
@@ -45,6 +46,7 @@ class ParityCase:
         plugins: options of plugins by kind and name, for one mode, or for all of them under ``""``.
         skipped: mode to the reason why it does not apply.
         limits: mode to the largest error allowed, where that is not the usual one.
+        double_oracle: judge a model that generates by ``transformers`` in float64, where it loses digits in float32.
     """
 
     architecture: str
@@ -55,6 +57,7 @@ class ParityCase:
     plugins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
+    double_oracle: bool = False
 
 
 class EngineParity(ABC):
@@ -92,7 +95,7 @@ class EngineParity(ABC):
         folder.mkdir(parents=True)
         tiny = make_tiny_model(self.case.architecture, folder, seed=self._seed, dtype=dtype, **self.case.config)
         write_tiny_tokenizer(folder, tiny.info.vocab_size)
-        return tiny
+        return replace(tiny, oracle=DoubleOracle(tiny.oracle)) if self.case.double_oracle else tiny
 
     @contextmanager
     def _engine(self, mode: str, tiny: TinyModel | None = None, **changes: Any) -> Iterator[LLM]:
