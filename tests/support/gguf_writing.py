@@ -38,6 +38,11 @@ __all__ = [
 Config = Mapping[str, Any]
 Tensors = dict[str, np.ndarray]
 Step = Callable[[Tensors, Config], Tensors]
+_DRAWN: Mapping[gguf.GGMLQuantizationType, Mapping[int, float]] = {
+    gguf.GGMLQuantizationType.Q4_K: {0: 6e-3, 2: 2e-2},
+    gguf.GGMLQuantizationType.Q6_K: {208: 7e-4},
+}
+"""Of blocks where their floats lie, and how large these are beside the deviation of weights."""
 _EXPERT = re.compile(r".*\.(?P<layer>\d+)\.(?P<block>\w+)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -258,6 +263,20 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Blocks of ``array``; of the types that the ``gguf`` package only reads, drawn ones of about the same size."""
+    if kind not in _DRAWN:
+        return gguf.quants.quantize(array, kind)
+    num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(int(np.abs(array).sum() * 1000) % (1 << 31))
+    rows = array.shape[:-1]
+    raw = generator.integers(0, 256, (*rows, array.shape[-1] // num_weights, num_bytes), dtype=np.uint8)
+    for at, scale in _DRAWN[kind].items():
+        drawn = generator.uniform(0.5, 1.0, (*raw.shape[:-1], 1)) * scale * array.std()
+        raw[..., at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    return raw.reshape(*rows, -1)
+
+
 def write_file(
     path: Path,
     architecture: str,
@@ -279,7 +298,7 @@ def write_file(
         if kind is None or array.ndim < 2 or array.shape[-1] % 32 or "conv1d" in stored or "ssm_norm" in stored:
             writer.add_tensor(stored, array)
         else:
-            writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(stored, quantized(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

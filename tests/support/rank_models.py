@@ -14,8 +14,10 @@ import torch
 
 from hardpoint.interfaces import Communicator
 from hardpoint.interfaces.model import Model, ModelContext
+from hardpoint.interfaces.model_source import WeightLoader
 from hardpoint.interfaces.plugin import NoOptions, ProcessRole
-from hardpoint.interfaces.worker import ParallelSlice
+from hardpoint.interfaces.quantization import QuantizationMethod
+from hardpoint.interfaces.worker import ParallelSlice, WorkerConfig
 from hardpoint_attention.reference import ReferenceBackend
 from hardpoint_testing_torch import LocalDriver, StateDictLoader, worker_config
 from hardpoint_testing_torch.tiny_models import TinyModel
@@ -24,26 +26,40 @@ from hardpoint_torch_runtime import LayerToolkit, load_weights
 __all__ = ["RankAnswers", "ask_ranks", "rank_model"]
 
 Factory = Callable[[ModelContext, NoOptions], Model]
+MethodOf = Callable[[WorkerConfig], QuantizationMethod]
 Answer = Mapping[str, torch.Tensor]
 Prompts = Mapping[str, Sequence[int]]
 
 
 def rank_model(
-    factory: Factory, tiny: TinyModel, rank: int, size: int, communicator: Communicator
+    factory: Factory,
+    tiny: TinyModel,
+    rank: int,
+    size: int,
+    communicator: Communicator,
+    *,
+    loader: WeightLoader | None = None,
+    method: MethodOf | None = None,
 ) -> tuple[Model, LayerToolkit]:
-    """One rank's share of ``tiny``, with its weights, and the toolkit it was built from."""
+    """One rank's share of ``tiny``, with its weights, and the toolkit it was built from.
+
+    ``loader``: describes and reads the file of ``tiny``, in the place of what ``tiny`` knows itself; ``method`` makes
+    what keeps the weights.
+    """
     parallel = ParallelSlice(world_size=size, rank=rank, tensor_parallel_size=size)
-    config = msgspec.structs.replace(worker_config(tiny.info), parallel=parallel)
+    info = tiny.info if loader is None else loader.describe(tiny.info.artifact)
+    config = msgspec.structs.replace(worker_config(info), parallel=parallel)
     toolkit = LayerToolkit.create(
         config,
         device=torch.device("cpu"),
         dtype=torch.float32,
         attention_backend=ReferenceBackend(),
         communicator=communicator,
+        quantization=None if method is None else method(config),
     )
     roles, name = frozenset({ProcessRole.WORKER}), tiny.info.architecture
     model = factory(ModelContext(name=name, api_version=1, roles=roles, config=config, layers=toolkit), NoOptions())
-    load_weights(model, StateDictLoader(tiny.tensors()), tiny.info, show_progress=False, rank=rank)
+    load_weights(model, loader or StateDictLoader(tiny.tensors()), info, show_progress=False, rank=rank)
     return model, toolkit
 
 
@@ -98,13 +114,20 @@ class RankAnswers:
 
 
 def ask_ranks(
-    factory: Factory, tiny: TinyModel, size: int, prompts: Prompts, *, chunks: Sequence[int] | None = None
+    factory: Factory,
+    tiny: TinyModel,
+    size: int,
+    prompts: Prompts,
+    *,
+    chunks: Sequence[int] | None = None,
+    loader: WeightLoader | None = None,
+    method: MethodOf | None = None,
 ) -> RankAnswers:
     """Compute ``prompts`` on ``size`` ranks, in one step or in steps of so many tokens as ``chunks`` says."""
     replay = _Replay()
 
     def rank_of(rank: int) -> Callable[[], Answer]:
-        model, toolkit = rank_model(factory, tiny, rank, size, replay)
+        model, toolkit = rank_model(factory, tiny, rank, size, replay, loader=loader, method=method)
 
         def answer() -> Answer:
             driver, begin = LocalDriver(model, toolkit), 0
