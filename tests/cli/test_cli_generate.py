@@ -273,6 +273,13 @@ def test_a_reader_that_leaves_is_no_traceback(tiny: Path, tmp_path: Path) -> Non
     assert "BrokenPipe" not in err
 
 
+def test_errors_need_no_place_to_go(hardpoint: CommandLine, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by something that closed standard error, the progress of loading has nowhere to be shown."""
+    monkeypatch.setattr(sys, "stderr", None)
+    done = hardpoint("generate", tiny, "--prompt", "a", "--max-tokens", 2, "--json")
+    assert done.json_lines()[0]["prompt"] == "a"
+
+
 def test_ctrl_c_ends_quietly_with_status_130(tmp_path: Path) -> None:
     import signal
 

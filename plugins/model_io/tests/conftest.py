@@ -57,9 +57,13 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] | None = None,
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> Path:
-    """``metadata`` under the architecture's prefix, ``vocabulary`` under ``tokenizer.``; ``types`` quantizes."""
+    """``metadata`` under the architecture's prefix, ``vocabulary`` under ``tokenizer.``, ``others`` as they are;
+    ``types`` quantizes."""
     writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (others or {}).items():
+        add_value(writer, key, value)
     for key, value in (LLAMA_METADATA if metadata is None else metadata).items():
         add_value(writer, f"{architecture}.{key}", value)
     default = {"ggml.model": "gpt2", "ggml.pre": "smollm", "ggml.tokens": TOKENS, "ggml.merges": ["a b"],

@@ -206,3 +206,9 @@ def test_a_message_without_text_is_an_empty_text_in_either_form() -> None:
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}[{{ m.content }}]{% endfor %}"
     messages: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "user", "content": []}]
     assert render(messages, template)[0] == "[][]"
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "content": "a\udcffb"}, {"role": "\ud800", "content": "<|e|>"}])
+def test_half_a_character_is_refused_before_the_tokenizer_sees_it(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="unpaired surrogates, which are not text"):
+        chat(JinjaRenderer(ControlTokenizer()), [message])

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hardpoint.errors import ModelFormatError, UnsupportedModelError
+from hardpoint.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from hardpoint_torch_runtime.layers import RopeParameters, RotaryEmbedding
 
 CPU = torch.device("cpu")
@@ -113,6 +113,13 @@ def test_a_missing_or_impossible_value_is_named(config: dict[str, Any], message:
 def test_an_odd_number_of_rotated_values_is_refused(head_size: int, factor: float) -> None:
     with pytest.raises(ModelFormatError, match="turns pairs"):
         RotaryEmbedding(head_size, 8, RopeParameters(partial_factor=factor), CPU)
+
+
+@pytest.mark.parametrize("claimed", [20_000_000, 2**31 - 1, 2**62])
+def test_no_table_is_made_for_a_context_that_nothing_has_room_for(claimed: int) -> None:
+    """A configuration may claim any length, and tables come before the cache that would not fit."""
+    with pytest.raises(ConfigError, match="set --max-model-len to at most 8388608"):
+        RotaryEmbedding(128, claimed, RopeParameters(), CPU)
 
 
 def test_only_a_part_of_the_head_may_rotate() -> None:

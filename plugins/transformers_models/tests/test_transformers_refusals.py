@@ -93,11 +93,24 @@ def test_absent_sizes_are_not_made_up(field: str) -> None:
         build(msgspec.structs.replace(info, config=config))
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", "many"), ("rope_parameters", {"rope_type": "ghost"})])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "many"),
+        ("rope_parameters", {"rope_type": "ghost"}),
+        ("rope_parameters", True),
+        ("hidden_act", []),
+        ("hidden_act", {"gelu": 1}),
+        ("layer_norm_eps", ["long"] * 1000),
+    ],
+)
 def test_malformed_fields_end_in_an_error_of_ours(field: str, value: Any) -> None:
+    """In one line that can be read, whatever the library says."""
     info = info_of("CohereForCausalLM", **TOKENS)
-    with pytest.raises(HardpointError, match="CohereForCausalLM"):
+    with pytest.raises(HardpointError, match="CohereForCausalLM") as caught:
         build(msgspec.structs.replace(info, config={**info.config, field: value}))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import stat
@@ -118,4 +119,18 @@ def decode_object(data: bytes | memoryview, origin: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        if (found := _with_endless_numbers(data)) is not None:
+            return found
         raise ModelFormatError(f"{origin} is not a valid JSON object: {error}; download the file again") from None
+
+
+def _with_endless_numbers(data: bytes | memoryview) -> dict[str, Any] | None:
+    """Python writes numbers that JSON lacks by name, and published configurations hold them (steps without a limit)."""
+    text = bytes(data)
+    if b"Infinity" not in text and b"NaN" not in text:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
-from hardpoint_models.config_fields import ConfigFields
+from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.label_head import LabelShape, num_labels, score_activation
 from hardpoint_models.text_pooling import TextPooling
 from hardpoint_torch_runtime.layers import ACTIVATIONS
@@ -128,7 +128,7 @@ def _padding(fields: ConfigFields, variant: BertVariant, max_positions: int) -> 
     padding = variant.default_padding if given is None else given
     if isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < max_positions - 1:
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'pad_token_id' is {padding!r}; it must be from 0 to "
+            f"{fields.architecture}: config field 'pad_token_id' is {shown(padding)}; it must be from 0 to "
             f"{max_positions - 2}, since the table of {max_positions} positions is used from behind it on"
         )
     return padding
@@ -144,6 +144,7 @@ def _separator(fields: ConfigFields, vocab_size: int) -> int:
         )
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < vocab_size:
         raise ModelFormatError(
-            f"{fields.architecture}: config field 'sep_token_id' is {given!r}; a token below {vocab_size} is needed"
+            f"{fields.architecture}: config field 'sep_token_id' is {shown(given)}; a token below {vocab_size} is "
+            "needed"
         )
     return given

@@ -10,9 +10,10 @@ from typing import Any
 
 from hardpoint import LLM
 from hardpoint.config import add_arguments, load_config
-from hardpoint.errors import InvalidRequestError
+from hardpoint.errors import ConfigError, InvalidRequestError
 from hardpoint.interfaces import CliCommand, NoOptions, OutputKind, PluginContext, SamplingParams, plugin
 from hardpoint_terminal.options import add_sampling_arguments, sampling_params
+from hardpoint_terminal.output import StandardOutput
 
 __all__ = ["ChatCommand", "create"]
 
@@ -29,6 +30,9 @@ class ChatCommand(CliCommand):
         parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        out = StandardOutput()
+        if sys.stdin is None:
+            raise ConfigError("standard input is closed; give it messages, one a line")
         params = sampling_params(arguments, OutputKind.DELTA)
         start = [{"role": "system", "content": arguments.system}] if arguments.system else []
         with LLM.from_config(load_config(arguments, os.environ)) as llm:
@@ -43,11 +47,11 @@ class ChatCommand(CliCommand):
                 elif line.startswith("/"):
                     print(f"unknown command {line.split()[0]}. {_HELP}", file=sys.stderr)
                 elif line:
-                    messages = self._turn(llm, messages, line, params)
+                    messages = self._turn(llm, out, messages, line, params)
         return 0
 
     def _turn(
-        self, llm: LLM, messages: list[dict[str, Any]], line: str, params: SamplingParams
+        self, llm: LLM, out: StandardOutput, messages: list[dict[str, Any]], line: str, params: SamplingParams
     ) -> list[dict[str, Any]]:
         """Answer one line; returns the longer conversation, or the old one when the line could not be taken."""
         asked = [*messages, {"role": "user", "content": line}]
@@ -55,13 +59,13 @@ class ChatCommand(CliCommand):
         try:
             for _, output in llm.stream([llm.render_chat(asked)], params):
                 parts.append(output.outputs[0].text)
-                print(parts[-1], end="", flush=True)
+                out.write(parts[-1])
                 if output.error:
                     print(f"hardpoint: {output.error}", file=sys.stderr)
         except InvalidRequestError as error:
             print(f"hardpoint: {error}; /reset starts over", file=sys.stderr)
             return messages
-        print(flush=True)
+        out.line()
         return [*asked, {"role": "assistant", "content": "".join(parts)}]
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TextIO
 
 from hardpoint import LLM
 from hardpoint.config import add_arguments, load_config
@@ -27,6 +26,7 @@ from hardpoint.interfaces import (
     plugin,
 )
 from hardpoint_terminal.options import add_sampling_arguments, sampling_params
+from hardpoint_terminal.output import StandardOutput
 
 __all__ = ["GenerateCommand", "as_json", "create", "read_prompts"]
 
@@ -36,7 +36,7 @@ class _Printer:
     """Prints streams one after the other: the first unfinished prompt live, later ones once it is their turn."""
 
     prompts: Sequence[str]
-    out: TextIO
+    out: StandardOutput
     turn: int = 0
     pending: dict[int, list[str]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
@@ -51,7 +51,6 @@ class _Printer:
                 self.out.write(f">>> {self.prompts[self.turn]}\n")
                 self.announced = True
             self.out.write("".join(self.pending.pop(self.turn, [])))
-            self.out.flush()
             if self.turn not in self.done:
                 return
             self.out.write("\n\n")
@@ -76,6 +75,7 @@ class GenerateCommand(CliCommand):
         form.add_argument("--stream", action="store_true", help="print text as it comes, and a summary")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        out = StandardOutput()
         prompts = read_prompts(arguments.prompt, arguments.prompts_file)
         config = load_config(arguments, os.environ)
         kind = OutputKind.DELTA if arguments.stream else OutputKind.FINAL_ONLY
@@ -84,28 +84,30 @@ class GenerateCommand(CliCommand):
             inputs = [self._input(llm, text, arguments.chat_template) for text in prompts]
             started = time.perf_counter()
             if arguments.stream:
-                printer = _Printer(prompts, sys.stdout)
+                printer = _Printer(prompts, out)
                 results: list[RequestOutput] = []
                 for index, output in llm.stream(inputs, params):
                     printer.add(index, output.outputs[0].text, output.finished)
                     if output.finished:
                         results.append(output)
                         _complain(prompts[index], output)
-                print(summary(results, time.perf_counter() - started))
+                out.line(summary(results, time.perf_counter() - started))
             else:
                 results = llm.generate(inputs, params)
-                self._print(prompts, results, arguments.json)
+                self._print(out, prompts, results, arguments.json)
         return 1 if any(_failed(result) for result in results) else 0
 
     def _input(self, llm: LLM, text: str, wrap: bool) -> Prompt:
         return llm.render_chat([{"role": "user", "content": text}]) if wrap else Prompt(text=text)
 
-    def _print(self, prompts: Iterable[str], results: Iterable[RequestOutput], as_lines: bool) -> None:
+    def _print(
+        self, out: StandardOutput, prompts: Iterable[str], results: Iterable[RequestOutput], as_lines: bool
+    ) -> None:
         for text, result in zip(prompts, results, strict=True):
             if as_lines:
-                print(json.dumps(as_json(text, result), ensure_ascii=False), flush=True)
+                out.line(json.dumps(as_json(text, result), ensure_ascii=False))
             else:
-                print(f">>> {text}\n{result.outputs[0].text}\n")
+                out.line(f">>> {text}\n{result.outputs[0].text}\n")
             _complain(text, result)
 
 
@@ -147,6 +149,8 @@ def summary(results: Sequence[RequestOutput], seconds: float) -> str:
 def read_prompts(given: Sequence[str], path: str | None) -> list[str]:
     """Prompts from flags, then from the file. Raises ``ConfigError`` naming the line that cannot be used."""
     prompts = list(given)
+    if path == "-" and sys.stdin is None:
+        raise ConfigError("--prompts-file '-' cannot be read: standard input is closed")
     if path is not None:
         try:
             text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from hardpoint.errors import UnsupportedModelError
 from hardpoint.interfaces.cli_command import CliCommand
 from hardpoint.interfaces.plugin import NoOptions, PluginContext, plugin
 from hardpoint.testing.model_facts import InstalledModel, ModelFacts, installed_models
+from hardpoint_terminal.output import StandardOutput
 
 __all__ = ["ModelsCommand", "as_json", "create"]
 
@@ -42,6 +43,7 @@ class ModelsCommand(CliCommand):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Raises ``UnsupportedModelError`` naming the nearest architectures when there is no such one."""
+        out = StandardOutput()
         installed = installed_models()
         for entry in installed.refused:
             print(f"hardpoint: {entry.name} ({entry.distribution}) is not usable: {entry.reason}", file=sys.stderr)
@@ -55,7 +57,7 @@ class ModelsCommand(CliCommand):
             chosen = _find(arguments.architecture, installed.models)
             shown = [as_json(model) for model in chosen]
             lines = [line for model in chosen for line in _description(model)]
-        print(json.dumps(shown, indent=2, ensure_ascii=False) if arguments.json else "\n".join(lines))
+        out.line(json.dumps(shown, indent=2, ensure_ascii=False) if arguments.json else "\n".join(lines))
         return 0
 
 

@@ -141,5 +141,7 @@ def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFormatError(f"the model's configuration has {name} = {value!r}; a positive whole number is needed")
+        raise ModelFormatError(
+            f"the model's configuration has {name} = {value!r:.120}; a positive whole number is needed"
+        )
     return value

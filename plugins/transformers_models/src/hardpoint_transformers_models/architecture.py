@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelInfo
 from hardpoint_transformers_models.interception import SHAPES_ONLY
-from hardpoint_transformers_models.refusal import refusal
+from hardpoint_transformers_models.refusal import refusal, told
 
 __all__ = ["build_on_meta", "refuse_architecture", "require_known"]
 
@@ -50,7 +50,7 @@ def build_on_meta(info: ModelInfo, dtype: torch.dtype) -> Any:
     except Exception as error:
         raise ModelFormatError(
             f"{info.architecture}: transformers {transformers.__version__} builds no model from the configuration of "
-            f"{info.artifact.name!r}: {type(error).__name__}: {error}"
+            f"{info.artifact.name!r}: {told(error)}"
         ) from error
     _refuse_modules(info.architecture, model)
     return model.eval().requires_grad_(False)
@@ -109,7 +109,7 @@ def _config_of(model_class: Any, info: ModelInfo) -> Any:
     except Exception as error:
         raise ModelFormatError(
             f"{info.architecture}: transformers {transformers.__version__} does not take the configuration of "
-            f"{info.artifact.name!r}: {type(error).__name__}: {error}"
+            f"{info.artifact.name!r}: {told(error)}"
         ) from error
 
 
@@ -121,10 +121,10 @@ def _check_fields(model_class: Any, info: ModelInfo) -> None:
             raise ModelFormatError(f"{info.architecture}: config field {size!r} is absent; the file is incomplete")
     for name in ACTIVATIONS:
         value = info.config.get(name)
-        if value is not None and value not in ACT2FN:
+        if value is not None and not (isinstance(value, str) and value in ACT2FN):
             raise UnsupportedModelError(
-                f"{info.architecture}: config field {name!r} is {value!r}; transformers {transformers.__version__} has "
-                f"{', '.join(sorted(ACT2FN))}"
+                f"{info.architecture}: config field {name!r} is {value!r:.120}; transformers "
+                f"{transformers.__version__} has {', '.join(sorted(ACT2FN))}"
             )
 
 

@@ -58,12 +58,12 @@ class JinjaRenderer(ChatRenderer):
         variables["messages"] = [_as_expected(message, structured) for message in normalize_messages(messages)]
         fixed = {**self._special, "add_generation_prompt": add_generation_prompt}
         text = self._template.render({**variables, **fixed})
-        self._check_length(text)
+        self._check_text(text)
         if (cleaned := self._without_injection(self._template, text, variables, fixed)) is not None:
             return cleaned
         return text, self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
-    def _check_length(self, text: str) -> None:
+    def _check_text(self, text: str) -> None:
         if self._max_chars is not None and len(text) > self._max_chars:
             raise InvalidRequestError(
                 f"the rendered messages have {len(text)} characters; "
@@ -71,6 +71,12 @@ class JinjaRenderer(ChatRenderer):
                 param="messages",
                 code="context_length_exceeded",
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the messages hold unpaired surrogates, which are not text", param="messages"
+            ) from None
 
     def _without_injection(
         self, template: ChatTemplate, text: str, variables: Mapping[str, Any], fixed: Mapping[str, Any]

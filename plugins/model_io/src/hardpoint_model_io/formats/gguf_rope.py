@@ -16,6 +16,7 @@ __all__ = ["rope_scaling"]
 
 # Written by converters of the Llama 3.1 and later scheme; the factors they produce identify it.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MAX_PAIRS = 1 << 16
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _FIELDS = {
     "factor": "factor",
@@ -27,6 +28,8 @@ _FIELDS = {
 
 def rope_scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """``rope_scaling`` of the model, None without one. Raises ``ModelFormatError``, ``UnsupportedModelError``."""
+    if "rope_theta" not in config:
+        return None  # A family that does not rotate; whatever the file says of rotation has no effect.
     if metadata.has(_LONG, _SHORT):
         return _longrope(metadata, config)
     scaling = _stated_scaling(metadata)
@@ -106,5 +109,11 @@ def _longrope(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _factors(metadata: Metadata, name: str) -> np.ndarray:
+    """One for each pair of a head, float32. Raises ``ModelFormatError`` for what cannot be a list of them."""
     tensor = metadata.file.tensors[name]
+    if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_PAIRS:
+        raise ModelFormatError(
+            f"{metadata.path}: the tensor {name!r} of shape {list(tensor.shape)} is no list of rotary factors, one for "
+            "each pair of a head; the file is corrupt, download it again"
+        )
     return dequantize(metadata.file.raw(tensor), tensor.type, tensor.shape)

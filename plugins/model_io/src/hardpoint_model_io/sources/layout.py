@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -27,6 +28,7 @@ MODEL_FILE_PATTERNS = (
     "1_Pooling/config.json",
     "1_LogitScore/config.json",
 )
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _FOLDERS = ("1_Pooling/", "1_LogitScore/")
 """Of sentence-transformers; no file of other folders is read."""
 
@@ -49,6 +51,11 @@ def select_files(names: Iterable[str]) -> tuple[str, ...]:
     # A tokenizer or configuration beside a GGUF file is common and does not make it a Hugging Face folder.
     if any(name.endswith(".safetensors") for name in chosen) or not gguf:
         return chosen
+    if gguf and all(_PART.search(name) for name in gguf):
+        raise ModelFormatError(
+            f"the parts of a GGUF model: {', '.join(gguf[:3])}; models are read from one file, which "
+            f"`llama-gguf-split --merge {gguf[0]} WHOLE.gguf` makes of all of them"
+        )
     if len(gguf) > 1:
         raise ModelFormatError(f"several GGUF files: {', '.join(gguf)}; name the one to load by its full path")
     return (gguf[0],)

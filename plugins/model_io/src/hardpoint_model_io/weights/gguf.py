@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hardpoint.errors import ModelFormatError
+from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo, WeightLoader, WeightLoaderContext, WeightTensor
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_model_io.files import confined_path, release_pages, starts_with
@@ -102,7 +102,18 @@ def _open(artifact: ModelArtifact) -> tuple[GgufFile, GgufArchitecture]:
     if len(artifact.files) != 1:
         raise ModelFormatError(f"{artifact.root}: a GGUF model is one file, not {len(artifact.files)}")
     file = read_gguf(confined_path(artifact.root, artifact.files[0]))
+    _refuse_part(file)
     return file, find_architecture(file)
+
+
+def _refuse_part(file: GgufFile) -> None:
+    """Of a model in several files each has some of the tensors, and the first one all of the metadata."""
+    count = file.metadata.get("split.count")
+    if isinstance(count, int) and count > 1:
+        raise UnsupportedModelError(
+            f"{file.path} is one of the {count} parts of a model, and models are read from one file; join all of them "
+            "with `llama-gguf-split --merge FIRST_PART WHOLE.gguf`"
+        )
 
 
 def _dominant_dtype(file: GgufFile) -> str:

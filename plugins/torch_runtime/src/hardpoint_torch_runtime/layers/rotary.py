@@ -15,11 +15,14 @@ from collections.abc import Callable
 
 import torch
 
-from hardpoint.errors import ModelFormatError
+from hardpoint.errors import ConfigError, ModelFormatError
 from hardpoint_torch_runtime.layers.rope_parameters import NUM_AXES, RopeParameters
 from hardpoint_torch_runtime.ops import reference
 
 __all__ = ["RotaryEmbedding", "rotary_frequencies"]
+
+MAX_TABLE_BYTES = 1 << 32
+"""Of cosines and sines: a configuration may claim any context, and the table is made before anything else is sized."""
 
 
 def rotary_frequencies(rope: RopeParameters, rotary_size: int, max_length: int) -> tuple[torch.Tensor, float]:
@@ -132,6 +135,17 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
     return mscale(1.0)
 
 
+def _require_small_table(max_position: int, num_pairs: int) -> None:
+    per_position = 2 * num_pairs * torch.float32.itemsize
+    if max_position * per_position > MAX_TABLE_BYTES:
+        raise ConfigError(
+            f"a context of {max_position} tokens needs tables of rotations of "
+            f"{max_position * per_position / 2**30:.0f} GiB, more than the "
+            f"{MAX_TABLE_BYTES / 2**30:.0f} GiB that are made; set --max-model-len to at most "
+            f"{MAX_TABLE_BYTES // per_position}"
+        )
+
+
 def _rotate_neighbors(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_size: int) -> torch.Tensor:
     """Rotate pairs (2 i, 2 i + 1) of [T, H, D] in place and return it."""
     part = heads[..., :rotary_size]
@@ -163,7 +177,7 @@ class RotaryEmbedding(torch.nn.Module):
         pairs_are_neighbors: bool = False,
     ) -> None:
         """``max_position`` is the longest sequence, and what scalings go by. Raises ``ModelFormatError`` for settings
-        that do not fit the head."""
+        that do not fit the head, ``ConfigError`` for a table beyond ``MAX_TABLE_BYTES``."""
         super().__init__()
         self._kernel = _rotate_neighbors if pairs_are_neighbors else kernel
         self.pairs_are_neighbors = pairs_are_neighbors
@@ -178,10 +192,12 @@ class RotaryEmbedding(torch.nn.Module):
         frequencies, scale = rotary_frequencies(rope, self.rotary_size, max_position)
         if not (frequencies.isfinite().all() and abs(scale) <= torch.finfo(torch.float32).max):
             raise _endless(rope)
+        _require_small_table(max_position, len(frequencies))
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         axes = _section_axes(rope, len(frequencies)).to(device) if rope.sections else None
-        self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
-        self.register_buffer("sin", (angles.sin() * scale).to(device), persistent=False)
+        # In place: a long context's table is large.
+        self.register_buffer("cos", angles.cos().mul_(scale).to(device), persistent=False)
+        self.register_buffer("sin", angles.sin_().mul_(scale).to(device), persistent=False)
         self.register_buffer("axes", axes, persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

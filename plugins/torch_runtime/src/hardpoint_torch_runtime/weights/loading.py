@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,7 +138,7 @@ def _bar(loader: WeightLoader, info: ModelInfo, shown: bool) -> Iterator[tqdm]:
     total = loader.num_bytes(info) if shown else None
     label = f"Loading weights of {info.artifact.name}"
     # None: shown on a terminal only. A log file would keep every redrawn frame.
-    disable = None if shown else True
+    disable = None if shown and sys.stderr is not None else True
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True) as bar:
         yield bar
 
