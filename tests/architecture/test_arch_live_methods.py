@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 CORE, TORCH = "core/tests/testing/test_testing_", "plugins/testing_torch/tests/test_testing_torch_"
 UNIPROC = ("hardpoint_executors.uniproc", "hardpoint.testing.faulty_worker")
 RENDERER = ("hardpoint_model_io.chat.renderer",)
-DECODER = ("hardpoint_models.decoder",)
+DECODER = ("hardpoint_models.decoder", "hardpoint_models.pooled_model")
 TOKENIZER = ("hardpoint_model_io.tokenizers.hf", "hardpoint_model_io.tokenizers.decoding")
 
 

@@ -26,17 +26,16 @@ def fractional_positions(patches: torch.Tensor, grid: int) -> torch.Tensor:
 
     An image's height and width are those of its first column and row; padding gets the first place. Rounding decides
     at the edges of places, where patches of whole images lie, so the products and bounds are those of the models'
-    training code, in float32 on the host.
+    training code in float32, and the bounds are made on the host: devices round a range in ways of their own.
     """
-    real = patches.cpu()
-    bounds = torch.arange(1 / grid, 1.0, 1 / grid)
+    device = patches.device
+    bounds = torch.arange(1 / grid, 1.0, 1 / grid).to(device)
     places = []
-    for counts, longest in ((real[:, :, 0].sum(1), real.shape[1]), (real[:, 0, :].sum(1), real.shape[2])):
-        shares = torch.arange(longest, dtype=torch.float32)[None, :] * (1.0 / counts)[:, None]
+    for counts, longest in ((patches[:, :, 0].sum(1), patches.shape[1]), (patches[:, 0, :].sum(1), patches.shape[2])):
+        shares = torch.arange(longest, dtype=torch.float32, device=device)[None, :] * (1.0 / counts)[:, None]
         places.append(torch.bucketize(shares.clamp(max=JUST_INSIDE), bounds, right=True))
     rows, columns = places
-    found = (rows[:, :, None] * grid + columns[:, None, :]).masked_fill(~real, 0)
-    return found.flatten(1).to(patches.device)
+    return (rows[:, :, None] * grid + columns[:, None, :]).masked_fill(~patches, 0).flatten(1)
 
 
 class PatchProjection(torch.nn.Module):
