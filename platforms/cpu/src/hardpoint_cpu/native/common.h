@@ -21,6 +21,12 @@ namespace hp {
 
 inline constexpr std::size_t kAlignment = 64;  // of a cache line, and of the widest vector
 
+// How far ahead of its use a packed weight is asked for: what memory delivers meanwhile.
+inline constexpr std::int64_t kFetchAhead = 4096;
+
+// Ask for the line at `at`, into the second level: the first has too few places for all that is under way.
+inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream text;

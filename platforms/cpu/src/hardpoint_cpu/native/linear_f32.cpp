@@ -34,7 +34,8 @@ constexpr std::int64_t kPanel = kVectors * vf::W;
 constexpr std::int64_t kLine = 64;
 // Inputs between two requests for memory ahead, few enough that the requests never wait for one another.
 constexpr std::int64_t kStep = 8;
-constexpr std::int64_t kAheadBytes = 16384;
+// What memory delivers while the weights before it are multiplied; asking earlier makes requests wait for one another.
+constexpr std::int64_t kAheadBytes = 2048;
 // Row blocks that share a panel while it is in the second-level cache.
 constexpr std::int64_t kBlocksPerGroup = 16;
 constexpr std::int64_t kLeastProducts = 1 << 17;

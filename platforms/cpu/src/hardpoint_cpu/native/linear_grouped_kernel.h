@@ -37,6 +37,8 @@ template <class F, class Body>
 [[gnu::always_inline]] inline void over_groups(const Panel& panel, std::int64_t groups, Body&& body) {
   GroupPlace place{panel.numbers, panel.heads, 0};
   for (std::int64_t group = 0; group < groups; ++group) {
+    // Past the last weight nothing happens.
+    for (std::int64_t line = 0; line < F::Numbers::kBytes; line += kAlignment) fetch(place.numbers + kFetchAhead + line);
     body(group, place);
     place.numbers += F::Numbers::kBytes;
     if (++place.inner == panel.span) {

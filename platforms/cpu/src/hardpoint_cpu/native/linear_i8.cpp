@@ -20,8 +20,6 @@ using Sums = Lanes::Sum[Lanes::kVectors];
 
 constexpr std::int64_t kVectorBytes = vf::W * Lanes::kGroup;
 constexpr std::int64_t kGroupBytes = Lanes::kVectors * kVectorBytes;
-// How far ahead of its use a weight is asked for: what memory delivers meanwhile. Past the last one nothing happens.
-constexpr std::int64_t kAhead = 2048;
 // Groups that a step of the inner loop takes where few rows need several chains of additions to keep it busy.
 constexpr int kMostChains = 4;
 #if defined(__AMX_INT8__)
@@ -67,9 +65,9 @@ template <int R>
   for (std::int64_t k = 0; k < stride; k += kChains * Lanes::kGroup) {
     unrolled<kChains>([&](auto c) __attribute__((always_inline)) {
       Lanes::Weights w[kVectors];
-      const std::uint8_t* ahead = panel + kAhead;
+      const std::uint8_t* ahead = panel + kFetchAhead;
       if (ahead >= end) ahead = next + (ahead - end);
-      for (std::int64_t line = 0; line < kGroupBytes; line += kAlignment) __builtin_prefetch(ahead + line);
+      for (std::int64_t line = 0; line < kGroupBytes; line += kAlignment) fetch(ahead + line);
       unrolled<kVectors>([&](auto j) __attribute__((always_inline)) { w[j] = Lanes::load(panel + j * kVectorBytes); });
       panel += kGroupBytes;
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
