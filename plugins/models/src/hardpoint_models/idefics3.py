@@ -179,10 +179,10 @@ class Idefics3Encoder(ImageEncoder):
         """[N, P, C] of tiles of one size, each with its patches that are no padding."""
         found = []
         for start in range(0, len(tiles), TILES_AT_ONCE):
-            pixels, patches = zip(*tiles[start : start + TILES_AT_ONCE], strict=True)
+            pixels, patches = (np.stack(part) for part in zip(*tiles[start : start + TILES_AT_ONCE], strict=True))
             states = self.tower(
-                torch.from_numpy(np.stack(pixels)).to(self._device, self._dtype),
-                torch.from_numpy(np.stack(patches)).to(self._device),
+                torch.from_numpy(pixels).to(self._device, self._dtype),
+                None if patches.all() else torch.from_numpy(patches).to(self._device),
             )
             found.append(self.projection(fold_patches(states, self.config.scale)))
         return torch.cat(found)

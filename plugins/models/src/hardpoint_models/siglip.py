@@ -124,9 +124,9 @@ class VisionTower(torch.nn.Module):
         self.output_norm = layers.layer_norm(size, eps) if config.has_output_norm else None
 
     def forward(self, pixels: torch.Tensor, patches: torch.Tensor | None = None) -> torch.Tensor:
-        """``patches``: bool [N, h, w], those that are no padding; None: all are real."""
+        """``patches``: bool [N, h, w], those that are no padding; None: all are real, and no mask is needed."""
         hidden, real = self._enter(pixels, patches), None
-        if patches is not None and not bool(patches.all()):
+        if patches is not None:
             real = patches.flatten(1)[:, None, None, :]
             if self.class_token is not None:
                 real = F.pad(real, (1, 0), value=True)
