@@ -266,7 +266,8 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Blocks of ``array``; of the types that the ``gguf`` package only reads, drawn ones of about the same size."""
     if kind not in _DRAWN:
-        return gguf.quants.quantize(array, kind)
+        blocks: np.ndarray = gguf.quants.quantize(array, kind)
+        return blocks
     num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(int(np.abs(array).sum() * 1000) % (1 << 31))
     rows = array.shape[:-1]

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: its keys, two who compile at once, whom it trusts, and doing without a compiler."""
+"""The cache of compiled kernels: its keys, several who start at once, whom it trusts, and doing without a compiler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -82,19 +84,77 @@ def test_the_key_knows_sources_flags_and_level(tmp_path: Path, sources: Path) ->
     assert len(keys) == 5
 
 
-def test_two_processes_at_once_get_the_same_whole_library(tmp_path: Path, sources: Path) -> None:
-    command = [sys.executable, "-c", WORDS, str(tmp_path / "cache"), str(sources)]
-    both = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for one in both:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "ready\n"
-    said = [one.communicate("go\n", timeout=100) for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    assert said[0][0] == said[1][0]
+LOGGED = """#!/bin/sh
+case "$1" in --version) exec g++ --version;; esac
+echo "begin" >> {log}
+{before}
+g++ "$@"
+status=$?
+echo "end" >> {log}
+exit $status
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """What the compiler that :func:`start` is given has begun and ended."""
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+def start(tmp_path: Path, sources: Path, log: Path, before: str = "") -> subprocess.Popen[str]:
+    """A process that compiles once it is told to."""
+    compiler = tmp_path / "logged"
+    compiler.write_text(LOGGED.format(log=log, before=before), encoding="utf-8")
+    compiler.chmod(0o700)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORDS, str(tmp_path / "cache"), str(sources)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CXX": str(compiler)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_of_processes_that_start_at_once_one_compiles(tmp_path: Path, sources: Path, log: Path) -> None:
+    several = [start(tmp_path, sources, log) for _ in range(3)]
+    for one in several:
+        assert one.stdin is not None
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    said = [one.communicate(timeout=100) for one in several]
+    assert [one.returncode for one in several] == [0, 0, 0], said
+    assert len({out for out, _ in said}) == 1
     assert ctypes.CDLL(said[0][0].strip()).answer() == 41
+    # Two sources and the library.
+    assert log.read_text().split().count("begin") == 3
+
+
+def test_compilers_of_a_killed_process_are_waited_for(tmp_path: Path, sources: Path, log: Path) -> None:
+    (sources / "two.cpp").unlink()
+    go_on = tmp_path / "go on"
+    killed = start(tmp_path, sources, log, before=f"while ! test -e '{go_on}'; do sleep 0.02; done")
+    assert killed.stdin is not None
+    killed.stdin.write("go\n")
+    killed.stdin.flush()
+    while not log.read_text():
+        time.sleep(0.01)
+    killed.kill()
+    for pipe in (killed.stdin, killed.stdout, killed.stderr):
+        assert pipe is not None
+        pipe.close()
+    killed.wait()
+    second = start(tmp_path, sources, log)
+    threading.Timer(0.5, go_on.touch).start()
+    said = second.communicate("go\n", timeout=100)
+    assert second.returncode == 0, said
+    # Source and library, one after the other, and only after what the killed one left.
+    assert log.read_text().split() == ["begin", "end"] * 3
 
 
 def test_what_killed_builds_left_is_swept_up_after_a_day(tmp_path: Path, sources: Path) -> None:

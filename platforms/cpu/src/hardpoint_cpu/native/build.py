@@ -3,12 +3,14 @@
 A library lies under keys made of the sources and flags and of the compiler's version, so nothing in the cache is ever
 out of date; where there is no compiler, one that was compiled before, by whichever, will do. It is compiled beside its
 place and moved there whole: whoever looks sees all of it or nothing. What one source compiles to is kept as well, so
-that a change of one file costs one file. Kernels do not link to torch, whose version therefore takes no part in keys.
+that a change of one file costs one file. However many processes start at once, one of them compiles. Kernels do not
+link to torch, whose version therefore takes no part in keys.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +35,8 @@ __all__ = ["SOURCES", "KernelBuild", "KernelBuildError", "cache_folder", "find_b
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libhardpoint_cpu.so"
+OBJECTS = "objects"
+"""In the cache: what single sources were compiled to."""
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
     # Sums keep their order, which other parts of -ffast-math would not promise.
@@ -101,20 +105,28 @@ class KernelBuild:
             return path
         if self.compiler is None:
             raise KernelBuildError(f"{path.parent} holds no library, and there is no compiler to make one")
+        kept = self.cache / OBJECTS
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_owner(self.cache)
-        _sweep(self.cache)
+        kept.mkdir(exist_ok=True, mode=0o700)
+        _check_owner(kept)
+        with _alone_in(kept) as lock:
+            if not path.exists():
+                _sweep(self.cache)
+                self._compile_to(path, self.compiler, lock)
+        return path
+
+    def _compile_to(self, path: Path, compiler: str, lock: int | None) -> None:
         with tempfile.TemporaryDirectory(prefix=".building-", dir=self.cache) as folder:
             made = Path(folder) / "whole"
             made.mkdir(mode=0o700)
-            self._compile_into(made, self.compiler)
+            self._compile_into(made, compiler, lock)
             try:
                 made.rename(path.parent)
             except OSError:
                 # Somebody else was faster, and theirs is the same.
                 if not path.exists():
                     raise
-        return path
 
     def check_owner(self) -> None:
         """Raise ``KernelBuildError`` when others could have put their code where the library lies."""
@@ -149,11 +161,9 @@ class KernelBuild:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         return digest.hexdigest()[:20]
 
-    def _compile_into(self, folder: Path, compiler: str) -> None:
+    def _compile_into(self, folder: Path, compiler: str, lock: int | None) -> None:
         units = [source for source in self._files() if source.suffix == ".cpp"]
-        kept = self.cache / "objects"
-        kept.mkdir(exist_ok=True, mode=0o700)
-        _check_owner(kept)
+        kept = self.cache / OBJECTS
         version = _version_key(compiler)
 
         def compile_unit(unit: Path) -> Path:
@@ -161,7 +171,7 @@ class KernelBuild:
             target = kept / f"{unit.stem}-{key}-{version}.o"
             if not target.exists():
                 made = folder / target.name
-                _make(made, [compiler, *self._flags(), "-c", str(unit)])
+                _make(made, [compiler, *self._flags(), "-c", str(unit)], lock)
                 if self._digest(_included(unit)) != key:
                     raise KernelBuildError(f"{unit} changed while it was compiled; start again")
                 made.rename(target)
@@ -169,7 +179,7 @@ class KernelBuild:
 
         with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
             objects = list(pool.map(compile_unit, units))
-        _make(folder / LIBRARY, [compiler, *self._flags(), "-shared", *map(str, objects)])
+        _make(folder / LIBRARY, [compiler, *self._flags(), "-shared", *map(str, objects)], lock)
 
 
 def find_build(level: Level, environment: Mapping[str, str] = os.environ, sources: Path = SOURCES) -> KernelBuild:
@@ -211,6 +221,25 @@ def _included(unit: Path) -> list[Path]:
     return sorted(found)
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[int | None]:
+    """Wait until no other process, nor thread, compiles into ``folder``; a descriptor for compilers to inherit.
+
+    The compilers of a process that was killed go on, and hold the lock as long: starts that are killed again and again
+    would else leave one more compiler each. None: the file system has no locks, and work is done twice at worst.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _sweep(cache: Path) -> None:
     """Remove what builds left that were killed."""
     for left in cache.glob(".building-*"):
@@ -224,17 +253,23 @@ def _version_key(compiler: str) -> str:
     return hashlib.sha256(version.encode()).hexdigest()[:8]
 
 
-def _make(target: Path, command: Sequence[str]) -> None:
-    _run([*command, "-o", str(target)])
+def _make(target: Path, command: Sequence[str], lock: int | None) -> None:
+    _run([*command, "-o", str(target)], inherited=() if lock is None else (lock,))
     if not target.exists():
         raise KernelBuildError(f"{command[0]} reported success and made no {target.name}; set CXX to a C++ compiler")
 
 
-def _run(command: Sequence[str], timeout: float | None = None) -> str:
+def _run(command: Sequence[str], timeout: float | None = None, inherited: Sequence[int] = ()) -> str:
     try:
         # Compilers speak the user's language, in whichever encoding.
         done = subprocess.run(
-            command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=timeout, errors="replace"
+            command,
+            capture_output=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            errors="replace",
+            pass_fds=inherited,
         )
     except subprocess.TimeoutExpired as error:
         said = f"{' '.join(command)} gave no answer within {timeout:g} s"
