@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cli_support import CommandLine
+from tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,14 @@ def test_a_named_backend_that_refuses(hardpoint: CommandLine, tiny: Path) -> Non
     assert "platform cpu, worker torch, 22.4 GiB\n" in done.out
     assert "triton  refuses: Triton has no compiler for the CPU" in done.out
     assert "problem: no attention backend can serve" in done.out
+
+
+def test_a_model_that_nothing_runs_has_no_decision(hardpoint: CommandLine, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "ghost", architectures=["GhostForCausalLM"], model_type="ghost")
+    found = decision(hardpoint, "--model", folder)
+    assert (found["status"], found["answer"]) == (1, None)
+    (problem,) = found["problems"]
+    assert f"nothing installed runs the architecture 'GhostForCausalLM' of {str(folder)!r}" in problem
 
 
 def test_flags_that_make_no_sense_together(hardpoint: CommandLine, tiny: Path) -> None:

@@ -97,6 +97,28 @@ def test_a_task_can_be_asked_for(hardpoint: CommandLine, task: str) -> None:
     assert all(task in row["tasks"] for row in rows)
 
 
+def test_a_task_that_nothing_serves_is_refused_with_those_there_are(hardpoint: CommandLine) -> None:
+    done = hardpoint("models", "list", "--task", "foo")
+    assert (done.status, done.out) == (1, "")
+    assert "serves the task 'foo'; give --task one of classify, embed, generate" in done.complaint()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("LlavaForConditionalGeneration", "image: pixel_values float32 [channels, side, side]"),
+        ("WhisperForConditionalGeneration", "audio: input_features float32 [mel bins, frames]"),
+        ("Qwen2VLForConditionalGeneration", "video: pixel_values_videos float32 [patches, values]; video_grid_thw"),
+    ],
+)
+def test_what_a_model_takes_beside_tokens_is_told(
+    hardpoint: CommandLine, name: str, line: str, told: dict[str, dict[str, Any]]
+) -> None:
+    assert f"  takes       {line}" in hardpoint("models", "show", name).out
+    assert line.partition(": ")[0] in told[name]["inputs"]
+    assert told["LlamaForCausalLM"]["inputs"] == {}
+
+
 @pytest.mark.parametrize(
     ("asked", "near"),
     [

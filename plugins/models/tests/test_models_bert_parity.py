@@ -50,7 +50,7 @@ def test_prompts_alone_and_together(config: dict[str, Any], tmp_path: Path) -> N
     tiny = make_tiny_model("BertModel", tmp_path, **config)
     loader = installed_loader("safetensors")
     report = check_parity(tiny, create_bert, ReferenceBackend(), loader=loader)
-    assert sorted(report.by_mode) == ["batched", "prefill"]
+    assert sorted(report.by_mode) == ["batch", "prefill"]
     harness = ParityHarness(tiny, create_bert, ReferenceBackend(), loader=loader)
     prompts = {f"{index}": harness.prompt(length) for index, length in enumerate((1, 7, 30, 7, 18, 61))}
     found = harness.driver.step(prompts, num_padding=3)

@@ -101,7 +101,7 @@ def test_fewer_tokens_than_none_are_refused() -> None:
     """Or books would be kept of less than nothing."""
     made = scheduler()
     feature = Feature(modality="text", content_hash="x", offset=0, length=1, num_encoder_tokens=-3)
-    with pytest.raises(InvalidRequestError, match="the item at 0 has -3 encoder tokens"):
+    with pytest.raises(InvalidRequestError, match="^the item at 0 has -3 encoder tokens"):
         made.add(request("a", [3, 4], features=(feature,)))
     add(made, "b", 4)
     assert run(made) == [FinishReason.LENGTH]

@@ -202,9 +202,9 @@ def test_items_and_embeddings_fit_the_prompt() -> None:
     made = live(features=(item(0, 1), item(1, 2)), prompt_embeds=np.zeros((3, 2), dtype=np.float32))
     assert made.num_prompt_tokens == 3
     for features in ((item(2, 2),), (item(0, 2), item(1, 1)), (item(1, 1), item(0, 1)), (item(-1, 1),)):
-        with pytest.raises(InvalidRequestError, match="prompt order"):
+        with pytest.raises(InvalidRequestError, match="^the item at .* prompt order"):
             live(features=features)
-    with pytest.raises(InvalidRequestError, match="2 rows of prompt embeddings for 3 tokens"):
+    with pytest.raises(InvalidRequestError, match="^the prompt has 2 rows of prompt embeddings for 3 tokens"):
         live(prompt_embeds=np.zeros((2, 2), dtype=np.float32))
 
 

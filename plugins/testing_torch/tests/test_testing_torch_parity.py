@@ -117,7 +117,7 @@ def test_a_report_names_what_is_over_its_limit() -> None:
 
 def test_a_sound_model_has_a_report_of_every_way(tiny: TinyModel) -> None:
     report = check_parity(tiny, create, PlainAttentionBackend())
-    modes = ["prefill", "chunked", "decode", "batched", "prefix", "preempted", "greedy"]
+    modes = ["prefill", "chunk", "decode", "batch", "prefix", "preempt", "greedy"]
     assert [result.mode for result in report.results] == modes
     assert all(result.verdict is Verdict.OK for result in report.results)
 
@@ -143,7 +143,7 @@ def test_a_fault_shows_in_the_modes_that_meet_it(tiny: TinyModel) -> None:
     verdicts = {result.mode: result.verdict for result in report.results}
     assert verdicts.pop("prefill") is Verdict.OK
     assert set(verdicts.values()) == {Verdict.OVER}
-    with pytest.raises(AssertionError, match="chunked: over limit"):
+    with pytest.raises(AssertionError, match="chunk: over limit"):
         check_parity(tiny, create, NextDoorBackend())
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hardpoint_torch_runtime.layers
-from hardpoint.errors import PluginLoadError
+from hardpoint.errors import HardpointError, ModelFormatError, PluginLoadError, UnsupportedModelError
 from hardpoint.interfaces.attention import AttentionImpl, AttentionLayerParams, AttentionNeed
 from hardpoint.interfaces.kv_cache import KVCacheConfig, KVCacheGroup, spec_to_wire
 from hardpoint.interfaces.kv_cache_specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -231,6 +231,15 @@ class TestReport:
         assert seen == [(2, True)]
         assert [(row.layers, row.need) for row in report.layers] == [((), "2/1 heads of 4, float32")]
         assert "goes by the model's configuration alone: it wants more than is here" in report.notes[0]
+
+    @pytest.mark.parametrize("kind", [UnsupportedModelError, ModelFormatError])
+    def test_a_model_that_cannot_be_run_has_no_report(self, world: Any, kind: type[HardpointError]) -> None:
+        def factory(ctx: Any) -> Any:
+            raise kind("nobody runs it")
+
+        world.plugins.factories["model", "TinyForCausalLM"] = factory
+        with pytest.raises(kind, match="nobody runs it"):
+            self.report(world)
 
     def test_the_worker_answers_before_it_is_started(self, world: Any) -> None:
         worker = world.create()

@@ -102,6 +102,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     """One plugin of kind ``model``.
 
     ``tasks`` are None where its manifest does not tell. ``formats`` are the weight loaders that know its form.
+    ``inputs``: by modality of a feature its arrays, each told as in ``float32 [channels, side, side]``.
     ``whole_prompts``: a prompt is computed in one step. ``faults`` say which file could not be read.
     """
 
@@ -112,6 +113,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     tasks: tuple[str, ...] | None = None
     whole_prompts: bool = False
     formats: tuple[str, ...] = ()
+    inputs: dict[str, dict[str, str]] = {}
     facts: ModelFacts | None = None
     faults: tuple[str, ...] = ()
 
@@ -200,6 +202,7 @@ class _Files:
             formats=tuple(
                 sorted(name for name, reads in self._readers.items() if reads == "any" or plugin.name in reads)
             ),
+            inputs=_inputs(entry.capabilities.get("inputs")),
             facts=record.architectures.get(plugin.name) if isinstance(record, FactsFile) else None,
             faults=tuple(str(file) for file in files if isinstance(file, PluginError)),
         )
@@ -215,6 +218,16 @@ class _Files:
         found = self._manifests[package]
         told = found.plugins if isinstance(found, Manifest) else {}
         return told.get(plugin.kind, {}).get(plugin.name, PluginManifest())
+
+
+def _inputs(told: Any) -> dict[str, dict[str, str]]:
+    """What a manifest, which anybody may have written, tells of arrays, as far as it has the form."""
+    by_kind = told if isinstance(told, dict) else {}
+    return {
+        str(kind): {str(name): str(form) for name, form in arrays.items()}
+        for kind, arrays in by_kind.items()
+        if isinstance(arrays, dict)
+    }
 
 
 def _package(plugin: DiscoveredPlugin) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.config_fields import MAX_LAYERS, ConfigFields
-from hardpoint_models.encdec import TextEncoderDecoder, require_whole_model
+from hardpoint_models.encdec import TEXT_INPUTS, TextEncoderDecoder, require_whole_model
 from hardpoint_models.encdec_config import EncoderDecoderConfig, StackConfig, divided
 from hardpoint_torch_runtime.layers import ACTIVATIONS
 
@@ -100,7 +100,7 @@ class BartModel(TextEncoderDecoder):
         ]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": TEXT_INPUTS})
 def create_bart(ctx: ModelContext, options: NoOptions) -> Model:
     """``BartForConditionalGeneration``."""
     del options

@@ -24,9 +24,11 @@ from hardpoint_models.encdec_layers import DecoderLayer, EncoderLayer, make_norm
 from hardpoint_torch_runtime import get_forward_context
 from hardpoint_torch_runtime.layers import EmbeddingTable, LayerToolkit, RelativeBias, VocabEmbedding
 
-__all__ = ["EncoderDecoderModel", "EncoderStack", "TextEncoderDecoder", "require_whole_model"]
+__all__ = ["TEXT_INPUTS", "EncoderDecoderModel", "EncoderStack", "TextEncoderDecoder", "require_whole_model"]
 
 TOKEN_IDS = "token_ids"
+TEXT_INPUTS = {"text": {TOKEN_IDS: "int32 [tokens]"}}
+"""What a :class:`TextEncoderDecoder` declares to take: by modality, arrays and their forms."""
 
 
 def _relative(stack: StackConfig, config: EncoderDecoderConfig, layers: LayerToolkit) -> RelativeBias | None:

@@ -16,7 +16,7 @@ from hardpoint_models.config_fields import ConfigFields
 from hardpoint_models.decoder_config import DecoderConfig
 from hardpoint_models.encdec import require_whole_model
 from hardpoint_models.gemma3_config import read_gemma3
-from hardpoint_models.image_encoders import SquareImageEncoder
+from hardpoint_models.image_encoders import IMAGE_INPUTS, SquareImageEncoder
 from hardpoint_models.siglip_config import VisionConfig, read_siglip, section
 from hardpoint_models.vision_language import VisionLanguageModel, token_id
 from hardpoint_torch_runtime.layers import LayerToolkit
@@ -120,7 +120,7 @@ class Gemma3Encoder(SquareImageEncoder):
         ]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": IMAGE_INPUTS})
 def create_gemma3_vision(ctx: ModelContext, options: NoOptions) -> Model:
     """``Gemma3ForConditionalGeneration``: the sizes that see images, with and without any."""
     del options

@@ -28,6 +28,7 @@ __all__ = [
     "read_bamba",
     "read_granite_hybrid",
     "read_layer_kinds",
+    "read_sizes",
     "read_step_limits",
     "unchanged_rules",
 ]
@@ -120,7 +121,7 @@ def read_bamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
     not compute.
     """
     fields = ConfigFields(config, architecture)
-    shared = _shared(fields, default_eps=1e-5)
+    shared = read_sizes(fields, default_eps=1e-5)
     attending = fields.raw.get("attn_layer_indices")
     attending = [] if attending is None else attending
     num_layers = shared["num_layers"]
@@ -133,7 +134,9 @@ def read_bamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
     return HybridConfig(
         **shared,
         intermediate_size=fields.integer("intermediate_size"),
+        attention_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
+        mixer=_mixer(fields, shared["hidden_size"], shared["norm_eps"]),
         attention_scale=shared["head_size"] ** -0.5,
         recurrent=tuple(layer not in attending for layer in range(num_layers)),
         rules=BAMBA_RULES,
@@ -145,7 +148,7 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
     """Granite 4: scaled embeddings, residuals and logits, and perhaps experts. Raises as :func:`read_bamba`."""
     fields = ConfigFields(config, architecture)
     fields.require("position_embedding_type", (None, "nope", "rope"), None)
-    shared = _shared(fields, default_eps=1e-6)
+    shared = read_sizes(fields, default_eps=1e-6)
     rotates = fields.raw.get("position_embedding_type") == "rope"
     present = fields.present()
     shared_size = fields.integer("shared_intermediate_size", 1024)
@@ -153,7 +156,9 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
     return HybridConfig(
         **shared,
         intermediate_size=shared_size,
+        attention_bias=fields.flag("attention_bias", False),
         mlp_bias=False,
+        mixer=_mixer(fields, shared["hidden_size"], shared["norm_eps"]),
         attention_scale=fields.number("attention_multiplier", 1.0),
         recurrent=read_layer_kinds(fields, shared["num_layers"]),
         rules=GRANITE_DENSE_RULES if experts is None else GRANITE_SPARSE_RULES,
@@ -165,22 +170,21 @@ def read_granite_hybrid(config: Mapping[str, Any], architecture: str) -> HybridC
     )
 
 
-def _shared(fields: ConfigFields, default_eps: float) -> dict[str, Any]:
+def read_sizes(fields: ConfigFields, *, default_eps: float, head_size: int | None = None) -> dict[str, Any]:
+    """Fields of :class:`HybridConfig` that all hybrids name alike; heads divide the hidden size unless ``head_size`` is
+    their default. Raises as :func:`read_bamba`."""
     fields.require("hidden_act", ("silu", "swish"), "silu")
     hidden_size = fields.integer("hidden_size")
     num_heads, num_kv_heads = require_grouped_heads(fields)
-    norm_eps = fields.epsilon("rms_norm_eps", default_eps)
     return {
         "hidden_size": hidden_size,
         "num_layers": fields.num_layers(),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_size": fields.integer("head_dim", hidden_size // num_heads),
+        "head_size": fields.integer("head_dim", head_size or max(hidden_size // num_heads, 1)),
         "vocab_size": fields.integer("vocab_size"),
-        "norm_eps": norm_eps,
+        "norm_eps": fields.epsilon("rms_norm_eps", default_eps),
         "is_tied": fields.flag("tie_word_embeddings", False),
-        "attention_bias": fields.flag("attention_bias", False),
-        "mixer": _mixer(fields, hidden_size, norm_eps),
     }
 
 

@@ -36,6 +36,12 @@ __all__ = ["Idefics3Config", "Idefics3Encoder", "create_idefics3", "create_smolv
 
 PIXEL_MASK = "pixel_attention_mask"
 MASK_TYPES = ("bool", "int64", "int32", "uint8")
+INPUTS = {
+    "image": {
+        PIXEL_VALUES: "float32 [channels, side, side] or [tiles, channels, side, side]",
+        PIXEL_MASK: "int64 [side, side] or [tiles, side, side], may be left out",
+    }
+}
 TILES_AT_ONCE = 16
 """So many go through the tower together: its patches are many times as many as the embeddings that budgets count."""
 
@@ -220,14 +226,14 @@ def _create(ctx: ModelContext) -> Model:
     return Idefics3Model(info, text, layers, Idefics3Encoder(config, text.hidden_size, layers))
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": INPUTS})
 def create_idefics3(ctx: ModelContext, options: NoOptions) -> Model:
     """``Idefics3ForConditionalGeneration``: Idefics 3 and the first SmolVLM."""
     del options
     return _create(ctx)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": INPUTS})
 def create_smolvlm(ctx: ModelContext, options: NoOptions) -> Model:
     """``SmolVLMForConditionalGeneration``: SmolVLM 2, frames of videos as images."""
     del options

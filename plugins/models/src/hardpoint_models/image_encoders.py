@@ -17,8 +17,10 @@ from hardpoint_models.siglip_config import VisionConfig
 from hardpoint_models.vision_language import PIXEL_VALUES, MediaEncoder, make_feature, refuse_array
 from hardpoint_torch_runtime.layers import LayerToolkit
 
-__all__ = ["ImageEncoder", "SquareImageEncoder"]
+__all__ = ["IMAGE_INPUTS", "ImageEncoder", "SquareImageEncoder"]
 
+IMAGE_INPUTS = {"image": {PIXEL_VALUES: "float32 [channels, side, side]"}}
+"""What models of a :class:`SquareImageEncoder` declare to take: by modality, arrays and their forms."""
 IMAGES_AT_ONCE = 4
 """So many go through the tower together: an image may have many times as many patches as embeddings."""
 

@@ -10,9 +10,9 @@ from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.causal import LAYER, gated_rules
 from hardpoint_models.config_fields import ConfigFields
-from hardpoint_models.decoder_config import ExpertsConfig, require_grouped_heads
+from hardpoint_models.decoder_config import ExpertsConfig
 from hardpoint_models.hybrid import build_hybrid
-from hardpoint_models.hybrid_config import HybridConfig, mixer_rules
+from hardpoint_models.hybrid_config import HybridConfig, mixer_rules, read_sizes
 from hardpoint_models.mamba_config import read_step_rank
 from hardpoint_models.moe import expert_rules
 from hardpoint_torch_runtime.layers import MixtureSizes, RoutingParameters, SelectiveSizes
@@ -40,26 +40,16 @@ def read_jamba(config: Mapping[str, Any], architecture: str) -> HybridConfig:
     not compute.
     """
     fields = ConfigFields(config, architecture)
-    fields.require("hidden_act", ("silu", "swish"), "silu")
-    hidden_size, num_layers = fields.integer("hidden_size"), fields.num_layers()
-    num_heads, num_kv_heads = require_grouped_heads(fields)
-    head_size = fields.integer("head_dim", max(hidden_size // num_heads, 1))
-    norm_eps = fields.epsilon("rms_norm_eps", 1e-6)
+    shared = read_sizes(fields, default_eps=1e-6)
+    num_layers = shared["num_layers"]
     attending = _every(fields, "attn_layer_period", "attn_layer_offset", (8, 4), num_layers)
     return HybridConfig(
-        hidden_size=hidden_size,
+        **shared,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        vocab_size=fields.integer("vocab_size"),
-        norm_eps=norm_eps,
-        is_tied=fields.flag("tie_word_embeddings", False),
         attention_bias=False,
         mlp_bias=False,
-        attention_scale=head_size**-0.5,
-        mixer=_mixer(fields, hidden_size, norm_eps),
+        attention_scale=shared["head_size"] ** -0.5,
+        mixer=_mixer(fields, shared["hidden_size"], shared["norm_eps"]),
         recurrent=tuple(not attends for attends in attending),
         rules=RULES,
         rope=None,

@@ -13,7 +13,7 @@ from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.config_fields import ConfigFields, shown
 from hardpoint_models.encdec import require_whole_model
-from hardpoint_models.image_encoders import SquareImageEncoder
+from hardpoint_models.image_encoders import IMAGE_INPUTS, SquareImageEncoder
 from hardpoint_models.siglip_config import VisionConfig, read_siglip, section
 from hardpoint_models.vision_language import VisionLanguageModel, read_text_config, token_id
 from hardpoint_torch_runtime.layers import ACTIVATIONS, LayerToolkit
@@ -135,7 +135,7 @@ class LlavaEncoder(SquareImageEncoder):
         ]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": IMAGE_INPUTS})
 def create_llava(ctx: ModelContext, options: NoOptions) -> Model:
     """``LlavaForConditionalGeneration``: LLaVA 1.5 and its like, over Llama, Mistral or Qwen2."""
     del options

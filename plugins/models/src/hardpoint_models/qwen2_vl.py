@@ -43,6 +43,10 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """By modality: patches and their grid, as the processor of the checkpoint calls them."""
+INPUTS = {
+    modality: {patches: "float32 [patches, values]", grid: "int64 [3]"} for modality, (patches, grid) in _ARRAYS.items()
+}
+TIMED_INPUTS = {**INPUTS, "video": {**INPUTS["video"], SECONDS: "float32 [1], may be left out"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,7 @@ def _tokens(config: Mapping[str, Any], vocab_size: int, architecture: str) -> Ma
     }
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": INPUTS})
 def create_qwen2_vl(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2VLForConditionalGeneration``: all sizes; images and videos."""
     del options
@@ -218,7 +222,7 @@ def create_qwen2_vl(ctx: ModelContext, options: NoOptions) -> Model:
     return QwenVisionLanguageModel(text, media, ctx)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": TIMED_INPUTS})
 def create_qwen2_5_vl(ctx: ModelContext, options: NoOptions) -> Model:
     """``Qwen2_5_VLForConditionalGeneration``: windows in the tower, and videos whose positions go by seconds."""
     del options

@@ -10,9 +10,9 @@ from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.causal import LAYER, gated_rules
 from hardpoint_models.config_fields import ConfigFields
-from hardpoint_models.decoder_config import ExpertsConfig, require_grouped_heads
+from hardpoint_models.decoder_config import ExpertsConfig
 from hardpoint_models.hybrid import build_hybrid
-from hardpoint_models.hybrid_config import HybridConfig, mixer_rules, read_layer_kinds
+from hardpoint_models.hybrid_config import HybridConfig, mixer_rules, read_layer_kinds, read_sizes
 from hardpoint_models.moe import expert_rules, shared_expert_rules, softmax_routing, sparse_layers
 from hardpoint_torch_runtime.layers import DeltaSizes, MixtureSizes, RopeParameters
 
@@ -44,29 +44,18 @@ def read_qwen3_next(config: Mapping[str, Any], architecture: str) -> HybridConfi
     not compute.
     """
     fields = ConfigFields(config, architecture)
-    fields.require("hidden_act", ("silu", "swish"), "silu")
-    hidden_size, num_layers = fields.integer("hidden_size"), fields.num_layers()
-    num_heads, num_kv_heads = require_grouped_heads(fields)
-    head_size = fields.integer("head_dim", 256)
-    norm_eps = fields.epsilon("rms_norm_eps", 1e-6)
+    shared = read_sizes(fields, default_eps=1e-6, head_size=256)
     return HybridConfig(
-        hidden_size=hidden_size,
+        **shared,
         intermediate_size=fields.integer("intermediate_size", 5632),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        vocab_size=fields.integer("vocab_size"),
-        norm_eps=norm_eps,
-        is_tied=fields.flag("tie_word_embeddings", False),
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=False,
-        attention_scale=head_size**-0.5,
-        mixer=_mixer(fields, hidden_size, norm_eps),
-        recurrent=_kinds(fields, num_layers),
+        attention_scale=shared["head_size"] ** -0.5,
+        mixer=_mixer(fields, shared["hidden_size"], shared["norm_eps"]),
+        recurrent=_kinds(fields, shared["num_layers"]),
         rules=RULES,
-        rope=RopeParameters.from_config({"partial_rotary_factor": 0.25, **_present(fields)}),
-        experts=_experts(fields, num_layers),
+        rope=RopeParameters.from_config({"partial_rotary_factor": 0.25, **fields.present()}),
+        experts=_experts(fields, shared["num_layers"]),
         qk_norm=True,
         gates_output=True,
         norm_offset=1.0,
@@ -102,7 +91,7 @@ def _kinds(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 def _experts(fields: ConfigFields, num_layers: int) -> ExpertsConfig | None:
     if fields.count("num_experts", 512) == 0:
         return None
-    counted = ConfigFields({"num_experts": 512, "num_experts_per_tok": 10, **_present(fields)}, fields.architecture)
+    counted = ConfigFields({"num_experts": 512, "num_experts_per_tok": 10, **fields.present()}, fields.architecture)
     return ExpertsConfig(
         sizes=MixtureSizes(
             fields.integer("hidden_size"),
@@ -114,10 +103,6 @@ def _experts(fields: ConfigFields, num_layers: int) -> ExpertsConfig | None:
         layers=sparse_layers(fields, num_layers),
         rules=EXPERT_RULES,
     )
-
-
-def _present(fields: ConfigFields) -> dict[str, Any]:
-    return {name: value for name, value in fields.raw.items() if value is not None}
 
 
 @plugin("model", capabilities={"tasks": ["generate", "embed"]})

@@ -9,7 +9,7 @@ from hardpoint.errors import ConfigError, ModelFormatError, UnsupportedModelErro
 from hardpoint.interfaces.model import Model, ModelContext, WeightRule
 from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_models.config_fields import MAX_LAYERS, ConfigFields, shown
-from hardpoint_models.encdec import TextEncoderDecoder, require_whole_model
+from hardpoint_models.encdec import TEXT_INPUTS, TextEncoderDecoder, require_whole_model
 from hardpoint_models.encdec_config import AttentionShape, EncoderDecoderConfig, RelativePositions, StackConfig
 from hardpoint_torch_runtime.layers import ACTIVATIONS
 
@@ -114,7 +114,7 @@ class T5Model(TextEncoderDecoder):
             yield WeightRule("lm_head.weight", None)
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": TEXT_INPUTS})
 def create_t5(ctx: ModelContext, options: NoOptions) -> Model:
     """``T5ForConditionalGeneration``: also Flan-T5 and T5 1.1. Raises ``ConfigError`` for float16."""
     del options

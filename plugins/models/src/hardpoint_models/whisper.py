@@ -26,6 +26,7 @@ from hardpoint_torch_runtime.layers import ACTIVATIONS, LayerToolkit
 __all__ = ["WhisperModel", "create_whisper", "read_whisper"]
 
 INPUT_FEATURES = "input_features"
+INPUTS = {"audio": {INPUT_FEATURES: "float32 [mel bins, frames]"}}
 FRAMES_PER_TOKEN = 2
 KERNEL_SIZE = 3
 
@@ -132,7 +133,7 @@ class WhisperModel(EncoderDecoderModel):
         ]
 
 
-@plugin("model", capabilities={"tasks": ["generate"]})
+@plugin("model", capabilities={"tasks": ["generate"], "inputs": INPUTS})
 def create_whisper(ctx: ModelContext, options: NoOptions) -> Model:
     """``WhisperForConditionalGeneration``: all sizes, the distilled ones among them."""
     del options

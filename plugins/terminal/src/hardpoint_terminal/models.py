@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hardpoint.errors import UnsupportedModelError
+from hardpoint.errors import ConfigError, UnsupportedModelError
 from hardpoint.interfaces.cli_command import CliCommand
 from hardpoint.interfaces.plugin import NoOptions, PluginContext, plugin
 from hardpoint.testing.model_facts import InstalledModel, ModelFacts, installed_models
@@ -42,7 +42,8 @@ class ModelsCommand(CliCommand):
             sub.add_argument("--json", action="store_true", help="print stable JSON instead of text")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Raises ``UnsupportedModelError`` naming the nearest architectures when there is no such one."""
+        """Raises ``UnsupportedModelError`` naming the nearest architectures when there is no such one, ``ConfigError``
+        naming the tasks for one that nothing installed serves."""
         out = StandardOutput()
         installed = installed_models()
         for entry in installed.refused:
@@ -50,7 +51,7 @@ class ModelsCommand(CliCommand):
         for fault in dict.fromkeys(fault for model in installed.models for fault in model.faults):
             print(f"hardpoint: {fault}", file=sys.stderr)
         if arguments.action == "list":
-            chosen = [one for one in installed.models if arguments.task is None or arguments.task in (one.tasks or ())]
+            chosen = _serving(arguments.task, installed.models)
             shown: list[Any] = [_summary(model) for model in chosen]
             lines = _table([*map(_row, chosen)])
         else:
@@ -59,6 +60,18 @@ class ModelsCommand(CliCommand):
             lines = [line for model in chosen for line in _description(model)]
         out.line(json.dumps(shown, indent=2, ensure_ascii=False) if arguments.json else "\n".join(lines))
         return 0
+
+
+def _serving(task: str | None, models: Sequence[InstalledModel]) -> list[InstalledModel]:
+    if task is None:
+        return list(models)
+    found = [model for model in models if task in (model.tasks or ())]
+    if not found and models:
+        tasks = sorted({known for model in models for known in model.tasks or ()})
+        raise ConfigError(
+            f"no installed architecture serves the task {task!r:.80}; give --task one of {', '.join(tasks)}"
+        )
+    return found
 
 
 def _find(name: str, models: Sequence[InstalledModel]) -> list[InstalledModel]:
@@ -106,6 +119,7 @@ def as_json(model: InstalledModel) -> dict[str, Any]:
         **_summary(model),
         "factory": model.entry_point,
         "whole_prompts": model.whole_prompts,
+        "inputs": {kind: dict(arrays) for kind, arrays in model.inputs.items()},
         "shown": list(facts.passed),
         "comparisons": [{"configuration": one.configuration, "modes": one.modes} for one in facts.comparisons],
         "not_run": {reason: list(modes) for reason, modes in facts.not_run.items()},
@@ -155,6 +169,8 @@ def _description(model: InstalledModel) -> Iterator[str]:
     yield f"  formats     {', '.join(model.formats) or 'no installed weight loader tells that it reads it'}"
     if model.whole_prompts:
         yield "  limits      a prompt is computed in one step, and no prefix of it is kept"
+    for kind, arrays in model.inputs.items():
+        yield f"  takes       {kind}: {'; '.join(f'{name} {form}' for name, form in arrays.items())}"
     if able := [words for mode, words in _ABILITIES.items() if mode in facts.passed]:
         yield f"  shown       {', '.join(able)}"
     yield f"  verified    {_verdict(model)}"

@@ -179,14 +179,14 @@ def measure_parity(
     harness = ParityHarness(tiny, factory, backend, loader=loader, block_size=block_size)
     modes: dict[str, Callable[[], float]] = {
         "prefill": harness.prefill,
-        "chunked": harness.chunked,
+        "chunk": harness.chunked,
         "decode": harness.decode,
-        "batched": harness.batched,
+        "batch": harness.batched,
         "prefix": harness.prefix,
-        "preempted": harness.preempted,
+        "preempt": harness.preempted,
     }
     if not harness.driver.takes_chunks:
-        modes = {mode: modes[mode] for mode in ("prefill", "batched")}
+        modes = {mode: modes[mode] for mode in ("prefill", "batch")}
     elif not harness.driver.shares_prefixes:
         del modes["prefix"]
     results = [ModeResult(mode, run()) for mode, run in modes.items()]

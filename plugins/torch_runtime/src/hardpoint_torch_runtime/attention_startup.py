@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hardpoint.errors import HardpointError
+from hardpoint.errors import HardpointError, ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.attention import AttentionBackend, AttentionNeed
 from hardpoint.interfaces.platform import DeviceDescription, Platform
 from hardpoint.interfaces.plugin import PluginAccess, PluginDeclaration, ProbeStatus
@@ -96,7 +96,8 @@ def attention_report(
 ) -> AttentionReport:
     """The decision for ``described`` without binding a device, allocating a model or reading a weight.
 
-    Raises ``ModelFormatError`` for head counts that cannot be.
+    Raises ``UnsupportedModelError`` or ``ModelFormatError``, as a start would, for a model that nothing can run: which
+    backend would compute it is no question then.
     """
     selector = _selector(plugins, platform, config, None)
     base = attention_need(config, described)
@@ -108,6 +109,8 @@ def attention_report(
     needs: Needs = {base: ()}
     try:
         needs = _needs_of_model(plugins, config, base, context_shards, model)
+    except (ModelFormatError, UnsupportedModelError):
+        raise
     except HardpointError as error:
         notes.append(f"layers could not be created, so this goes by the model's configuration alone: {error}")
     verdicts = selector.examine(needs)

@@ -64,6 +64,13 @@ class PackageSource(ModelSource):
         if distribution is None:
             return None
         installed = _find(distribution)
+        if installed is None and name.startswith(PREFIX):
+            # No advice to install it: whoever mistypes a name would get whatever an index has under that one.
+            raise ModelNotFoundError(
+                f"the model {name!r} names the Python package {distribution!r}, which is not installed; give the name "
+                "of an installed package with a model in it, as `pip list` shows it, or one of "
+                f"{', '.join(self._names)}"
+            )
         if installed is None:
             raise ModelNotFoundError(
                 f"the model {name!r} is in the Python package {distribution!r}, which is not installed; run "

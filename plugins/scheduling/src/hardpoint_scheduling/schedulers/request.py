@@ -302,34 +302,34 @@ def hash_full_blocks(hasher: ChainedHasher, requests: Sequence[LiveRequest]) -> 
 
 
 def _check_positions(record: EngineRequest) -> None:
+    """What is raised goes to whoever sent the request, beside it, and who never saw the id that the engine gave it."""
     length = len(record.prompt_token_ids)
     if record.prompt_embeds is not None and len(record.prompt_embeds) != length:
         raise InvalidRequestError(
-            f"request {record.request_id} has {len(record.prompt_embeds)} rows of prompt embeddings for {length} "
-            "tokens; give as many placeholder ids as rows"
+            f"the prompt has {len(record.prompt_embeds)} rows of prompt embeddings for {length} tokens; "
+            "give as many placeholder ids as rows"
         )
     start = 0
     for feature in record.features:
         if feature.num_encoder_tokens is not None and feature.num_encoder_tokens < 0:
             raise InvalidRequestError(
-                f"request {record.request_id}: the item at {feature.offset} has {feature.num_encoder_tokens} encoder "
-                "tokens; there cannot be fewer than none"
+                f"the item at {feature.offset} has {feature.num_encoder_tokens} encoder tokens; there cannot be fewer "
+                "than none"
             )
         if feature.offset < start or feature.length < 0 or feature.offset + feature.length > length:
             raise InvalidRequestError(
-                f"request {record.request_id}: the item at {feature.offset} with {feature.length} positions does not "
-                f"lie within positions {start} to {length}; items must be in prompt order and apart from each other"
+                f"the item at {feature.offset} with {feature.length} positions does not lie within positions {start} "
+                f"to {length}; items must be in prompt order and apart from each other"
             )
-        _check_names(record, feature)
+        _check_names(feature)
         start = feature.offset + feature.length
 
 
-def _check_names(record: EngineRequest, feature: Feature) -> None:
+def _check_names(feature: Feature) -> None:
     """They are hashed with the blocks of the item, long after the request was taken."""
     try:
         (feature.content_hash + feature.modality).encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            f"request {record.request_id}: content_hash or modality of the item at {feature.offset} holds unpaired "
-            "surrogates, which are not text"
+            f"content_hash or modality of the item at {feature.offset} holds unpaired surrogates, which are not text"
         ) from None
