@@ -1,4 +1,5 @@
-"""Encoders in GGUF files, alone, with labels and beside a decoder, against Hugging Face on the same weights."""
+"""Encoders in GGUF files, alone, with labels and beside a decoder, and rerankers that answer, against Hugging Face on
+the same weights."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from gguf_descriptions import decoder
 from gguf_encoders import ENCODER_DECODERS, ENCODERS, JUDGES, make_stacks
 from gguf_families import GgufFamily, make_gguf
+from gguf_writing import Config, Tensors
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint_testing_torch import (
     LocalDriver,
@@ -71,6 +74,30 @@ def test_scores_of_a_file_are_those_that_it_was_written_from(
     for name, states in LocalDriver(model, toolkit).step(PROMPTS).items():
         pooled = states.mean(0) if "Modern" in family.architecture else states[0]
         assert relative_error(model.score_head(pooled[None])[0], tiny.scores(PROMPTS[name])) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_reranker_is_judged_by_what_it_would_answer(is_tied: bool, backend: AttentionBackend, tmp_path: Path) -> None:
+    """Converters keep the rows of both answers, and of a head that is not tied nothing else."""
+    yes, no = 31, 17
+
+    def answers_alone(tensors: Tensors, config: Config) -> Tensors:
+        head = tensors["model.embed_tokens.weight"] if config["tie_word_embeddings"] else tensors.pop("lm_head.weight")
+        return {**tensors, "cls.output.weight": head[[yes, no]]}
+
+    sizes = {"head_dim": 24, "tie_word_embeddings": is_tied}
+    family = GgufFamily("Qwen3ForCausalLM", "qwen3", decoder, sizes, (answers_alone,))
+    tiny = make_gguf(family, tmp_path, changes={"pooling_type": 4, "classifier.output_labels": ["yes", "no"]})
+    loader = installed_loader("gguf")
+    info = loader.describe(tiny.info.artifact)
+    factory = installed_factory("model", info.architecture)
+    model: Any
+    model, toolkit = build_model(factory, loader, worker_config(info), backend)
+    assert model.score_head.activation == "softmax", "shares of no and yes"
+    for name, states in LocalDriver(model, toolkit).step(PROMPTS).items():
+        would_answer = tiny.logits(PROMPTS[name])[-1, [no, yes]]
+        assert relative_error(model.score_head(states[-1:])[0], would_answer) < 1e-5
 
 
 @pytest.mark.parametrize("family", ENCODER_DECODERS, ids=str)

@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from gguf_descriptions import decoder
 from gguf_families import FAMILIES, GgufFamily, make_gguf
+from gguf_writing import write_file
 from hardpoint.interfaces.attention import AttentionBackend
-from hardpoint_testing_torch import ParityHarness, installed_backend, installed_factory, installed_loader
+from hardpoint.interfaces.model_source import ModelArtifact
+from hardpoint_testing_torch import (
+    ParityHarness,
+    installed_backend,
+    installed_factory,
+    installed_loader,
+    make_tiny_model,
+)
+from model_cases_vision import VISION_CASES
 
+READS_AND_SEES = "Qwen2VLForConditionalGeneration"
 QUICK = ("phi3", "gptneox", "qwen2moe")
 
 
@@ -36,6 +48,26 @@ def test_a_file_computes_what_it_was_written_from(
     assert info.architecture == family.architecture
     assert loader.num_bytes(info) == sum(tensor.data.nbytes for tensor in loader.tensors(info))
     harness = ParityHarness(tiny, installed_factory("model", family.architecture), backend, loader=loader)
+    assert max(harness.prefill(), harness.batched()) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_half_of_qwen2_vl_that_reads(backend: AttentionBackend, tmp_path: Path) -> None:
+    """Converters write it alone; of a text without images it is a Qwen2."""
+    (case,) = [case for case in VISION_CASES if case.architecture == READS_AND_SEES and case.name == "plain"]
+    tiny = make_tiny_model(READS_AND_SEES, tmp_path, **case.config)
+    text = tiny.info.config["text_config"]
+    tensors = {
+        name.replace("language_model.", ""): values.float().numpy()
+        for name, values in tiny.tensors().items()
+        if "visual" not in name
+    }
+    write_file(tmp_path / "tiny.gguf", "qwen2vl", decoder(text), tensors, text["num_hidden_layers"])
+    artifact = ModelArtifact(name="tiny", root=str(tmp_path), files=("tiny.gguf",), source="local")
+    tiny = replace(tiny, info=msgspec.structs.replace(tiny.info, artifact=artifact))
+    loader = installed_loader("gguf")
+    assert loader.describe(artifact).architecture == "Qwen2ForCausalLM"
+    harness = ParityHarness(tiny, installed_factory("model", "Qwen2ForCausalLM"), backend, loader=loader)
     assert max(harness.prefill(), harness.batched()) < 1e-4
 
 

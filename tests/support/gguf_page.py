@@ -17,7 +17,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         "WhisperForConditionalGeneration",
     ),
     "Converters put what sees into a file of its own (mmproj, the architecture `clip`), which is refused by name. The "
-    "other file holds a language model, and is read as that: `gemma3`, `llama`, `qwen2`.": (
+    "other file holds a language model, and is read as that: `gemma3`, `llama`, `qwen2`, `qwen2vl`.": (
         "Gemma3ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "LlavaForConditionalGeneration",
@@ -48,7 +48,6 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         "Qwen2ForRewardModel",
         "Qwen2ForSequenceClassification",
         "Qwen2ForTokenClassification",
-        "Qwen3ForSequenceClassification",
         "Qwen3ForTokenClassification",
     ),
 }
@@ -88,7 +87,10 @@ What the format does not say, and how it is taken:
 - `t5`: without a head of its own the embedding is the head, and is scaled as in the first T5; a feed-forward block with
   a gate has `gelu`, one without `relu`. (llama.cpp does not scale, which greedy answers do not show.) Files of UMT5,
   whose layers have biases of their own, are refused.
-- Embeddings of encoders are normalized, and pooled as `pooling_type` says.
+- Embeddings are normalized, and pooled as `pooling_type` says; without it, decoders take the last token.
+- `qwen3` with `cls.output`: a reranker that answers yes or no, such as Qwen3-Reranker. These are its two labels, and
+  its head has no other rows, so that it generates nothing. Decoders with other labels are refused.
+- `attention.causal`, false in a decoder's file: it looks both ways, and is refused.
 
 ## Over several ranks
 

@@ -293,7 +293,7 @@ def write_file(
     for key, value in metadata.items():
         add_value(writer, key if key.startswith("tokenizer.") else f"{architecture}.{key}", value)
     for name, array in tensors.items():
-        stored = name if name.startswith(("blk.", "rope_")) else names.get_name(name, (".weight", ".bias"))
+        stored = name if name.startswith(("blk.", "rope_", "cls.")) else names.get_name(name, (".weight", ".bias"))
         assert stored is not None, f"the format has no name for {name}"
         array = np.ascontiguousarray(array, dtype=np.float32)
         if kind is None or array.ndim < 2 or array.shape[-1] % 32 or "conv1d" in stored or "ssm_norm" in stored:

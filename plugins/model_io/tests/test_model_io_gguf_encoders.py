@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ from hardpoint_model_io.weights.gguf import GgufWeightLoader
 
 AsArtifact = Callable[[Path], ModelArtifact]
 GgufWriter = Callable[..., Path]
+LLAMA_METADATA: dict[str, Any] = {
+    "embedding_length": 32,
+    "block_count": 1,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "context_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
 BERT: dict[str, Any] = {
     "embedding_length": 8,
     "block_count": 1,
@@ -172,6 +181,7 @@ def test_what_cannot_be_is_named(
         ("llama", "adapter", "type 'adapter'.* holds a LoRA adapter"),
         ("t5encoder", "model", "'t5encoder' is the encoder of a T5 alone"),
         ("llama-embed", None, "'llama-embed' is a Llama that looks both ways"),
+        ("gemma-embedding", None, "'gemma-embedding' is a Gemma that looks both ways"),
         ("martian", None, "'martian' is not supported; supported are bert, bloom"),
     ],
 )
@@ -190,7 +200,80 @@ def test_files_that_are_no_model_on_their_own_say_why(
         GgufWeightLoader().describe(as_artifact(tmp_path / "part.gguf"))
 
 
-def test_one_part_of_several_is_refused(gguf_file: GgufWriter, as_artifact: AsArtifact) -> None:
-    path = gguf_file(architecture="split", metadata={"count": 3, "no": 0})
-    with pytest.raises(UnsupportedModelError, match=r"one of 3 that a model was split into"):
+@pytest.mark.parametrize(
+    ("pooling", "method", "tasks"),
+    [
+        (None, None, ("generate", "embed")),
+        (0, None, ("generate", "embed")),
+        (1, "mean", ("generate", "embed")),
+        (3, "last", ("generate", "embed")),
+        (4, "type 4", ("generate",)),
+        ("mean", "'mean'", ("generate",)),
+    ],
+)
+def test_decoders_embed_as_their_files_say(
+    gguf_file: GgufWriter, as_artifact: AsArtifact, pooling: Any, method: str | None, tasks: tuple[str, ...]
+) -> None:
+    """None does in a way that it was not made for."""
+    stated = {} if pooling is None else {"pooling_type": pooling}
+    info = GgufWeightLoader().describe(as_artifact(gguf_file(metadata={**LLAMA_METADATA, **stated})))
+    assert info.config.get("sentence_embedding", {}).get("pooling_method") == method
+    assert info.tasks == tasks
+
+
+def test_decoders_that_look_both_ways_are_refused(gguf_file: GgufWriter, as_artifact: AsArtifact) -> None:
+    """They go by the names of those that do not."""
+    told = gguf_file("causal.gguf", metadata={**LLAMA_METADATA, "attention.causal": True})
+    assert GgufWeightLoader().describe(as_artifact(told)).architecture == "LlamaForCausalLM"
+    path = gguf_file(metadata={**LLAMA_METADATA, "attention.causal": False})
+    with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf: metadata 'llama.attention.causal' is false"):
         GgufWeightLoader().describe(as_artifact(path))
+
+
+QWEN3: dict[str, Any] = {**LLAMA_METADATA, "pooling_type": 4}
+YES, NO = 3, 1
+
+
+def reranker(
+    gguf_file: GgufWriter,
+    tensors: dict[str, np.ndarray],
+    rows: Sequence[int] = (YES, NO),
+    labels: Sequence[str] | None = ("yes", "no"),
+) -> Path:
+    """Of a head that is not tied converters keep these rows alone."""
+    stored = {**tensors, "cls.output.weight": tensors["token_embd.weight"][list(rows)]}
+    named = {} if labels is None else {"classifier.output_labels": list(labels)}
+    return gguf_file(architecture="qwen3", metadata={**QWEN3, **named}, tensors=stored)
+
+
+def test_rerankers_that_answer_have_two_labels(
+    gguf_file: GgufWriter, as_artifact: AsArtifact, make_llama_tensors: Callable[..., dict[str, np.ndarray]]
+) -> None:
+    loader, tensors = GgufWeightLoader(), make_llama_tensors()
+    info = loader.describe(as_artifact(reranker(gguf_file, tensors)))
+    assert (info.architecture, info.tasks) == ("Qwen3ForSequenceClassification", ("embed", "classify"))
+    assert info.config["id2label"] == {"0": "no", "1": "yes"}
+    assert "sentence_embedding" not in info.config, "scores are what it was made for"
+    (scores,) = (tensor.data for tensor in loader.tensors(info) if tensor.name == "score.weight")
+    np.testing.assert_array_equal(scores, tensors["token_embd.weight"][[NO, YES]])
+
+
+@pytest.mark.parametrize("labels", [None, ["good", "bad"], ["no", "yes"]])
+def test_other_labels_of_decoders_are_refused(
+    gguf_file: GgufWriter,
+    as_artifact: AsArtifact,
+    make_llama_tensors: Callable[..., dict[str, np.ndarray]],
+    labels: list[str] | None,
+) -> None:
+    path = reranker(gguf_file, make_llama_tensors(), labels=labels)
+    with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf: metadata 'qwen3.classifier.output_labels' names"):
+        GgufWeightLoader().describe(as_artifact(path))
+
+
+def test_answers_without_a_row_each_are_corrupt(
+    gguf_file: GgufWriter, as_artifact: AsArtifact, make_llama_tensors: Callable[..., dict[str, np.ndarray]]
+) -> None:
+    loader = GgufWeightLoader()
+    info = loader.describe(as_artifact(reranker(gguf_file, make_llama_tensors(), (YES, NO, 2))))
+    with pytest.raises(ModelFormatError, match=r"'cls.output.weight' has 3 rows, not one for 'yes' and one for 'no'"):
+        list(loader.tensors(info))

@@ -9,6 +9,7 @@ from hardpoint_model_io.formats.gguf import GgufArray, GgufFile
 from hardpoint_model_io.formats.gguf_metadata import Metadata
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture, MetadataField
 from hardpoint_model_io.formats.gguf_rope import rope_scaling
+from hardpoint_model_io.formats.gguf_stems import complete_pooling
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
@@ -19,6 +20,7 @@ def build_config(file: GgufFile, row: GgufArchitecture) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
     config.update(row.constants)
     metadata.num_layers()
+    _check_direction(metadata, row)
     for entry in row.fields:
         value = _field_value(metadata, entry)
         if value is not None:
@@ -27,6 +29,7 @@ def build_config(file: GgufFile, row: GgufArchitecture) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if "num_attention_heads" in config:
         _complete_attention(metadata, row, config)
+    complete_pooling(metadata, config)
     for complete in row.completions:
         complete(metadata, config)
     for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"),
@@ -46,6 +49,15 @@ def token_id(file: GgufFile, key: str) -> int | None:
             f"{file.path}: metadata 'tokenizer.ggml.{key}' is {value!r}, not an id of the vocabulary"
         )
     return value
+
+
+def _check_direction(metadata: Metadata, row: GgufArchitecture) -> None:
+    """Some decoders were trained on to look both ways, and go by the same name."""
+    if not row.looks_both_ways and not metadata.flag("attention.causal", True):
+        raise UnsupportedModelError(
+            f"{metadata.path}: metadata {metadata.key('attention.causal')!r} is false: tokens see those behind them, "
+            f"which no model plugin here computes for {row.gguf!r}"
+        )
 
 
 def _field_value(metadata: Metadata, entry: MetadataField) -> Any:

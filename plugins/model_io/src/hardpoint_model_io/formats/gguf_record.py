@@ -108,6 +108,7 @@ class GgufArchitecture:
         stacks: what ``blocks`` is, by ``enc.blk`` and ``dec.blk``, of models with two stacks.
         rotates_part: whether part of a head may rotate (``rope.dimension_count``), as ``partial_rotary_factor``.
         tasks: what models of it can do.
+        looks_both_ways: whether tokens see those behind them; files may say so (``attention.causal``).
         head_dim_keys: metadata keys that give ``head_dim``, first match; otherwise hidden size over heads.
     """
 
@@ -125,4 +126,5 @@ class GgufArchitecture:
     stacks: Mapping[str, str] = field(default_factory=dict)
     rotates_part: bool = False
     tasks: tuple[str, ...] = ("generate", "embed")
+    looks_both_ways: bool = False
     head_dim_keys: tuple[str, ...] = ("attention.key_length",)

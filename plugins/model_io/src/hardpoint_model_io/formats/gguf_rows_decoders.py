@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from hardpoint.errors import UnsupportedModelError
+from hardpoint_model_io.formats.gguf import GgufArray
 from hardpoint_model_io.formats.gguf_layouts import PAIRED_KEYS, PAIRED_QUERIES, SUBTRACT_ONE
 from hardpoint_model_io.formats.gguf_metadata import Metadata
-from hardpoint_model_io.formats.gguf_record import GgufArchitecture, MetadataField, Transform
+from hardpoint_model_io.formats.gguf_record import GgufArchitecture, MetadataField, Reorder, Transform
 from hardpoint_model_io.formats.gguf_stems import (
     DECODER_FIELDS,
     DECODER_STEMS,
     QK_NORM_STEMS,
+    SENTENCE_FIELD,
     SILU,
     changed,
     complete_mlp_bias,
@@ -52,6 +58,7 @@ _OLMO2_STEMS = {stem: name for stem, name in (DECODER_STEMS | QK_NORM_STEMS).ite
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+_ANSWERS = "cls.output.weight"
 _WINDOWED = "olmo2.attention.sliding_window"
 _OLMO3_PATTERN = 4
 
@@ -84,6 +91,26 @@ def complete_granite(metadata: Metadata, config: dict[str, Any]) -> None:
     config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
 
 
+def _complete_answers(metadata: Metadata, config: dict[str, Any]) -> None:
+    """A reranker that answers yes or no has the rows of the head for these, which are two labels."""
+    key = "classifier.output_labels"
+    names = metadata.file.strings(metadata.key(key)) if isinstance(metadata.raw(key), GgufArray) else []
+    if names != [b"yes", b"no"]:
+        raise UnsupportedModelError(
+            f"{metadata.path}: metadata {metadata.key(key)!r} names {[name.decode(errors='replace') for name in names]}"
+            f"; supported beside {_ANSWERS!r} are 'yes' and 'no'"
+        )
+    config["id2label"] = {"0": "no", "1": "yes"}
+    config.pop(SENTENCE_FIELD, None)
+
+
+def _no_before_yes(config: Mapping[str, Any], count: int) -> np.ndarray:
+    """Of two labels the second one's share is the score."""
+    if count != 2:
+        raise ValueError(f"{count} rows, not one for 'yes' and one for 'no'")
+    return np.array([1, 0])
+
+
 def _complete_olmo3(metadata: Metadata, config: dict[str, Any]) -> None:
     num_layers = config["num_hidden_layers"]
     config["layer_types"] = takes_turns(num_layers, _OLMO3_PATTERN)
@@ -100,6 +127,14 @@ def _complete_phi3(metadata: Metadata, config: dict[str, Any]) -> None:
         config["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
 
 
+_QWEN3 = GgufArchitecture(
+    gguf="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    stems=DECODER_STEMS | QK_NORM_STEMS,
+    fields=DECODER_FIELDS,
+    constants=SILU,
+)
 DECODER_ROWS = (
     GgufArchitecture(
         gguf="llama",
@@ -185,14 +220,25 @@ DECODER_ROWS = (
         fields=DECODER_FIELDS,
         constants=SILU,
     ),
+    # The half of Qwen2-VL that reads: of a text without images all three positions are one.
     GgufArchitecture(
-        gguf="qwen3",
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        stems=DECODER_STEMS | QK_NORM_STEMS,
+        gguf="qwen2vl",
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        stems=DECODER_STEMS,
         fields=DECODER_FIELDS,
         constants=SILU,
     ),
+    replace(
+        _QWEN3,
+        architecture="Qwen3ForSequenceClassification",
+        stems={**_QWEN3.stems, "cls.output": "score"},
+        transforms={"cls.output": Reorder(_no_before_yes)},
+        completions=(_complete_answers,),
+        applies=lambda file: _ANSWERS in file.tensors,
+        tasks=("embed", "classify"),
+    ),
+    _QWEN3,
     GgufArchitecture(
         gguf="gemma2",
         architecture="Gemma2ForCausalLM",

@@ -11,11 +11,11 @@ from hardpoint_model_io.formats.gguf import GgufArray, GgufFile
 from hardpoint_model_io.formats.gguf_config import token_id
 from hardpoint_model_io.formats.gguf_metadata import Metadata
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture, MetadataField, Restore
+from hardpoint_model_io.formats.gguf_rope import rope_scaling
+from hardpoint_model_io.formats.gguf_stems import SENTENCE_FIELD
 
-__all__ = ["ENCODER_ROWS", "SENTENCE_FIELD"]
+__all__ = ["ENCODER_ROWS"]
 
-SENTENCE_FIELD = "sentence_embedding"
-"""The field of a configuration that says how texts are pooled; no ``config.json`` has it."""
 _SIZES = (
     MetadataField("embedding_length", "hidden_size", int, required=True),
     MetadataField("block_count", "num_hidden_layers", int, required=True),
@@ -60,20 +60,10 @@ _MODERN_STEMS = {
     "cls": "head.dense",
     "cls.norm": "head.norm",
 }
-_POOLING_METHODS = {1: "mean", 2: "cls", 3: "last"}
-"""Values of ``pooling_type`` that make one vector of a text."""
 _LABELS = "cls.output.weight"
 _JUDGES = ("embed", "classify")
 _DEFAULT_PADDING = 1
 """Of RoBERTa and those that follow it."""
-
-
-def _complete_pooling(metadata: Metadata, config: dict[str, Any]) -> None:
-    """Readers of these files normalize embeddings."""
-    pooling = metadata.raw("pooling_type") or 0
-    if pooling != 0:
-        method = _POOLING_METHODS.get(pooling, f"type {pooling!r}") if isinstance(pooling, int) else repr(pooling)
-        config[SENTENCE_FIELD] = {"pooling_method": method, "normalizes": True, "other_modules": []}
 
 
 def _complete_types(metadata: Metadata, config: dict[str, Any]) -> None:
@@ -123,7 +113,8 @@ def _complete_labels(metadata: Metadata, config: dict[str, Any]) -> None:
 
 
 def _complete_modern(metadata: Metadata, config: dict[str, Any]) -> None:
-    if config.pop("rope_scaling", None) is not None:
+    # There are two bases, each under a name of its own.
+    if rope_scaling(metadata, {**config, "rope_theta": config["global_rope_theta"]}) is not None:
         raise UnsupportedModelError(
             f"{metadata.path}: metadata {metadata.key('rope.scaling.type')!r} stretches positions, which is not "
             "supported for 'modern-bert'"
@@ -161,9 +152,10 @@ _BERT = GgufArchitecture(
     stems=_BERT_STEMS,
     fields=_BERT_FIELDS,
     constants={"hidden_act": "gelu"},
-    completions=(_complete_types, _complete_pooling, _refuse_labels),
+    completions=(_complete_types, _refuse_labels),
     blocks="encoder.layer",
     tasks=("embed",),
+    looks_both_ways=True,
 )
 
 
@@ -174,7 +166,7 @@ def _follower(name: str, model_type: str, vocabulary: str) -> tuple[GgufArchitec
         architecture=f"{name}Model",
         model_type=model_type,
         transforms={"position_embd": Restore(_num_unused)},
-        completions=(_complete_types, _complete_pooling, _complete_positions),
+        completions=(_complete_types, _complete_positions),
         applies=_written_as(vocabulary),
     )
     judging = replace(
@@ -194,9 +186,10 @@ _MODERN = GgufArchitecture(
     model_type="modernbert",
     stems=_MODERN_STEMS,
     fields=_MODERN_FIELDS,
-    completions=(_complete_modern, _complete_pooling),
+    completions=(_complete_modern,),
     blocks="layers",
     tasks=("embed",),
+    looks_both_ways=True,
 )
 ENCODER_ROWS = (
     *_follower("Roberta", "roberta", "gpt2"),

@@ -13,12 +13,15 @@ __all__ = [
     "DECODER_FIELDS",
     "DECODER_STEMS",
     "EXPERT_FIELDS",
+    "POOLING_METHODS",
     "QK_NORM_STEMS",
+    "SENTENCE_FIELD",
     "SHARED_EXPERT_FIELDS",
     "SHARED_EXPERT_STEMS",
     "SILU",
     "changed",
     "complete_mlp_bias",
+    "complete_pooling",
     "expert_stems",
     "normed_by",
 ]
@@ -35,6 +38,10 @@ DECODER_FIELDS = (
     MetadataField("attention.sliding_window", "sliding_window", int),
 )
 SILU = {"hidden_act": "silu"}
+SENTENCE_FIELD = "sentence_embedding"
+"""The field of a configuration that says how texts are pooled; no ``config.json`` has it."""
+POOLING_METHODS = {1: "mean", 2: "cls", 3: "last"}
+"""Values of ``pooling_type`` that make one vector of a text."""
 
 DECODER_STEMS = {
     "token_embd": "model.embed_tokens",
@@ -93,6 +100,14 @@ CLASSIC_FIELDS = tuple(
     if entry.key not in ("rope.freq_base", "attention.sliding_window")
 )
 """Of the first families, which do not rotate."""
+
+
+def complete_pooling(metadata: Metadata, config: dict[str, Any]) -> None:
+    """How texts are pooled, where the file says so. Readers of these files normalize embeddings."""
+    pooling = metadata.raw("pooling_type") or 0
+    if pooling != 0:
+        method = POOLING_METHODS.get(pooling, f"type {pooling!r}") if isinstance(pooling, int) else repr(pooling)
+        config[SENTENCE_FIELD] = {"pooling_method": method, "normalizes": True, "other_modules": []}
 
 
 def complete_mlp_bias(metadata: Metadata, config: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ ROWS: tuple[GgufArchitecture, ...] = (
 _ELSEWHERE: Mapping[str, str] = {
     "clip": "is the half of a model that sees or hears (often called mmproj); such models are read from safetensors",
     "t5encoder": "is the encoder of a T5 alone, which no model plugin here computes; supported is 't5'",
+    "gemma-embedding": "is a Gemma that looks both ways, which no model plugin here computes; supported is 'gemma3'",
     "llama-embed": "is a Llama that looks both ways, which no model plugin here computes; supported is 'llama'",
 }
 """Names that files of supported families go by, and cannot be read under."""
@@ -52,12 +53,6 @@ def find_architecture(file: GgufFile) -> GgufArchitecture:
     name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type")
     if reason := _TYPES.get(kind) if isinstance(kind, str) else None:
         raise UnsupportedModelError(f"{file.path}: the file (of the type {kind!r}) {reason}")
-    parts = file.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise UnsupportedModelError(
-            f"{file.path}: the file is one of {parts} that a model was split into (metadata 'split.count'); join them, "
-            "as `llama-gguf-split --merge` does"
-        )
     for row in ROWS:
         if row.gguf == name and (row.applies is None or row.applies(file)):
             return row

@@ -11,7 +11,7 @@ import msgspec
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact, ModelInfo
 from hardpoint_model_io.files import confined_path, read_json_object
-from hardpoint_model_io.formats.gguf_rows_encoders import SENTENCE_FIELD
+from hardpoint_model_io.formats.gguf_stems import SENTENCE_FIELD
 from hardpoint_model_io.weights.encoder_decoder import (
     DECODER_PROMPT,
     complete_sizes,

@@ -14,6 +14,7 @@ from hardpoint_model_io.formats.gguf import MAGIC, GgufFile, GgufTensor, read_gg
 from hardpoint_model_io.formats.gguf_config import build_config, token_id
 from hardpoint_model_io.formats.gguf_names import IGNORED_TENSORS, MappedName, map_tensor_name
 from hardpoint_model_io.formats.gguf_record import GgufArchitecture
+from hardpoint_model_io.formats.gguf_stems import POOLING_METHODS, SENTENCE_FIELD
 from hardpoint_model_io.formats.gguf_table import architectures, find_architecture
 from hardpoint_model_io.formats.gguf_vocabulary import end_token_ids
 from hardpoint_model_io.weights.config_json import unused_positions
@@ -57,7 +58,7 @@ class GgufWeightLoader(WeightLoader):
             eos_token_ids=end_token_ids(file),
             bos_token_id=token_id(file, "bos_token_id"),
             generation=_generation(config, file.path),
-            tasks=row.tasks,
+            tasks=_tasks(row, config),
         )
 
     def num_bytes(self, info: ModelInfo) -> int:
@@ -90,6 +91,13 @@ def _mapped(file: GgufFile, row: GgufArchitecture) -> Iterator[tuple[GgufTensor,
                 )
         if not mapped.parts or mapped.parts[0] == stored.name:
             yield stored, mapped
+
+
+def _tasks(row: GgufArchitecture, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A model that generates does not embed in a way that it was not made for."""
+    sentence = config.get(SENTENCE_FIELD)
+    is_known = sentence is None or sentence["pooling_method"] in POOLING_METHODS.values()
+    return row.tasks if is_known or "generate" not in row.tasks else ("generate",)
 
 
 def _generation(config: Mapping[str, Any], path: str) -> dict[str, Any]:
