@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from fallback_survey import PAGE, survey, survey_text, with_survey
 from generate_models_table import run_cases
 from hardpoint_testing_torch import ParityCase, Verdict
 from model_cases_fallback import FALLBACK_CASES
 from models_page import read_page
-from workspace import ROOT
 
-PAGE = ROOT / "docs/models/transformers-fallback.md"
 MODES = ("prefill", "decode", "prefix", "preempt")
 """Batches and chunks come with preemption; the page was written from all modes."""
 ON_TWO_WORKERS = ("CohereForCausalLM", "Glm4ForCausalLM")
@@ -24,6 +23,13 @@ def test_the_page_has_a_row_for_each_case() -> None:
 def test_each_mode_on_the_page_is_within_its_limit() -> None:
     cells = [cell for row in read_page(PAGE).values() for cell in row.values()]
     assert {cell.verdict for cell in cells} <= {Verdict.OK, Verdict.NOT_RUN}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_page_says_what_becomes_of_every_causal_architecture() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_survey(page, survey_text(survey())) == page
 
 
 @pytest.mark.slow

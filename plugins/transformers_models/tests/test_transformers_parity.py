@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.errors import UnsupportedModelError
+from case_parts import LLAMA3, ODD_HEADS, YARN
+from fallback_survey import RUNS, tiny_fields_of, written_outcomes
 from hardpoint.interfaces.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec
 from hardpoint_testing_torch import (
-    LocalDriver,
     PlainAttentionBackend,
-    StateDictLoader,
-    build_model,
     check_parity,
     create_model,
     installed_loader,
@@ -27,52 +25,72 @@ from hardpoint_transformers_models.model import create_transformers
 
 TOKENS: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 WINDOWS: Mapping[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
-EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-QUICK = ("CohereForCausalLM", "OlmoeForCausalLM")
-CASES: Mapping[str, Mapping[str, Any]] = {
-    "AfmoeForCausalLM": TOKENS,
-    "ApertusForCausalLM": TOKENS,
-    "ArceeForCausalLM": {},
-    "BitNetForCausalLM": TOKENS,
-    "Cohere2ForCausalLM": {**TOKENS, **WINDOWS, "num_hidden_layers": 4},
-    "CohereForCausalLM": TOKENS,
-    "Ernie4_5ForCausalLM": TOKENS,
-    "Ernie4_5_MoeForCausalLM": TOKENS,
-    "Exaone4ForCausalLM": {**TOKENS, **WINDOWS, "num_hidden_layers": 4},
-    "FlexOlmoForCausalLM": TOKENS,
-    "Glm4ForCausalLM": {**TOKENS, "head_dim": 16},
-    "Glm4MoeForCausalLM": {**TOKENS, "head_dim": 16},
-    "GlmForCausalLM": {**TOKENS, "head_dim": 16},
-    "GraniteSWAForCausalLM": TOKENS,
-    "HeliumForCausalLM": {**TOKENS, "head_dim": 12},
-    "HyperCLOVAXForCausalLM": TOKENS,
-    "Jais2ForCausalLM": TOKENS,
-    "LlamaForCausalLM": {"tie_word_embeddings": True, "attention_bias": True},
-    "MiMoV2FlashForCausalLM": TOKENS,
-    "MiniMaxM2ForCausalLM": TOKENS,
-    "Ministral3ForCausalLM": TOKENS,
-    "NanoChatForCausalLM": TOKENS,
-    "NemotronForCausalLM": TOKENS,
-    "OlmoForCausalLM": {**TOKENS, "clip_qkv": 0.5},
-    "OlmoeForCausalLM": {**TOKENS, **EXPERTS},
-    "PersimmonForCausalLM": TOKENS,
-    "PhimoeForCausalLM": TOKENS,
-    "SeedOssForCausalLM": TOKENS,
-    "SolarOpenForCausalLM": TOKENS,
-}
+QUICK = ("GemmaForCausalLM", "OlmoeForCausalLM")
+RUNNING = sorted(written_outcomes(RUNS))
 
 
 @pytest.mark.parametrize(
-    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNNING]
 )
 def test_logits_and_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     """Whole prompts, chunks, single tokens, mixed batches, shared prefixes and prompts computed again."""
-    tiny = make_tiny_model(architecture, tmp_path, **CASES[architecture])
+    tiny = make_tiny_model(architecture, tmp_path, **tiny_fields_of(architecture))
+    check_parity(tiny, create_transformers, PlainAttentionBackend(), loader=installed_loader("safetensors"))
+
+
+ONE_KV_HEAD: Mapping[str, Any] = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 28}
+LINEAR: Mapping[str, Any] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+AWKWARD: Mapping[str, Mapping[str, Any]] = {
+    "ApertusForCausalLM": {**ODD_HEADS, **TIED, "rope_parameters": LLAMA3},
+    "ArceeForCausalLM": {**ODD_HEADS, **TIED, "rope_parameters": YARN, "mlp_bias": True, "attention_bias": True},
+    "Cohere2ForCausalLM": {**ONE_KV_HEAD, **UNTIED, **WINDOWS, "num_hidden_layers": 4},
+    "DeepseekV3ForCausalLM": {
+        **{"num_attention_heads": 5, "num_key_value_heads": 5, "qk_nope_head_dim": 10, "v_head_dim": 6},
+        **{"rope_parameters": YARN, **TIED},
+    },
+    "Ernie4_5ForCausalLM": {**ODD_HEADS, **UNTIED, "use_bias": True, "rope_parameters": LLAMA3},
+    "Exaone4ForCausalLM": {**ODD_HEADS, **TIED, **WINDOWS, "num_hidden_layers": 4, "rope_parameters": LLAMA3},
+    "GPTJForCausalLM": {"hidden_size": 60, "num_attention_heads": 6, "rotary_dim": 6},
+    "GemmaForCausalLM": {**ONE_KV_HEAD, **UNTIED, "rope_parameters": YARN},
+    "Glm4ForCausalLM": {
+        **{**ODD_HEADS, **TIED, "attention_bias": True, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}
+    },
+    "Glm4MoeForCausalLM": {
+        **{**ODD_HEADS, **TIED, "use_qk_norm": True, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}
+    },
+    "GptOssForCausalLM": {**ODD_HEADS, **TIED, "sliding_window": 7},
+    "LlamaForCausalLM": {**TIED, "attention_bias": True},
+    "NemotronForCausalLM": {**ODD_HEADS, **TIED, "attention_bias": True, "mlp_bias": True},
+    "OlmoForCausalLM": {**TIED, "clip_qkv": 0.5},
+    "OlmoeForCausalLM": {
+        **{"hidden_size": 60, "num_attention_heads": 6, "norm_topk_prob": True, "clip_qkv": 2.0},
+        **{**TIED, "rope_parameters": LLAMA3},
+    },
+    "SeedOssForCausalLM": {**ONE_KV_HEAD, **TIED, "rope_parameters": YARN},
+    "StableLmForCausalLM": {
+        **{"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "use_qkv_bias": True},
+        **{**TIED, "qk_layernorm": True, "use_parallel_residual": True},
+        "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.34},
+    },
+    "VaultGemmaForCausalLM": {
+        **{**ODD_HEADS, **WINDOWS, "num_hidden_layers": 4, "query_pre_attn_scalar": 20},
+        **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    },
+}
+"""Heads of other sizes than hidden size and number say, few keys for many queries, scaled rotations, ties that are
+unusual for the family, biases, norms, caps."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", AWKWARD)
+def test_awkward_configurations_come_to_the_same(architecture: str, tmp_path: Path) -> None:
+    tiny = make_tiny_model(architecture, tmp_path, **{**tiny_fields_of(architecture), **AWKWARD[architecture]})
     check_parity(tiny, create_transformers, PlainAttentionBackend(), loader=installed_loader("safetensors"))
 
 
 def test_each_layer_keeps_what_its_own_window_needs(tmp_path: Path) -> None:
-    tiny = make_tiny_model("Cohere2ForCausalLM", tmp_path, **CASES["Cohere2ForCausalLM"])
+    tiny = make_tiny_model("Cohere2ForCausalLM", tmp_path, **TOKENS, **WINDOWS, num_hidden_layers=4)
     model, toolkit = create_model(create_transformers, worker_config(tiny.info), PlainAttentionBackend())
     specs = list(model.kv_cache_specs().values())
     assert [type(spec) for spec in specs] == [SlidingWindowSpec, FullAttentionSpec] * 2
@@ -100,34 +118,3 @@ def test_models_in_one_process_do_not_disturb_one_another(tmp_path: Path) -> Non
     )
     for tiny in (first, second, first):
         check_parity(tiny, create_transformers, PlainAttentionBackend())
-
-
-class _Shifted(torch.nn.Module):
-    """A feed-forward block that also sees the token before."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(hidden) + hidden.roll(1, dims=-2)
-        return output
-
-
-def test_tokens_that_meet_outside_of_attention_are_noticed(tmp_path: Path) -> None:
-    """By the first forward, whatever the layer that mixes them is called."""
-    tiny = make_tiny_model("CohereForCausalLM", tmp_path, **TOKENS)
-
-    def build(is_shifted: bool) -> LocalDriver:
-        model, toolkit = build_model(
-            create_transformers, StateDictLoader(tiny.tensors()), worker_config(tiny.info), PlainAttentionBackend()
-        )
-        assert isinstance(model, torch.nn.Module)
-        layer: Any = model.get_submodule("model.layers.1")
-        if is_shifted:
-            layer.mlp = _Shifted(layer.mlp)
-        return LocalDriver(model, toolkit)
-
-    assert len(build(False).step({"a": [3, 1, 4]})["a"]) == 3
-    with pytest.raises(UnsupportedModelError, match="outside of attention tokens depend on those before them"):
-        build(True).step({"a": [3, 1, 4]})

@@ -50,13 +50,15 @@ def build(info: ModelInfo, **parallel: Any) -> Any:
     ("architecture", "config", "reason"),
     [
         ("RecurrentGemmaForCausalLM", {}, "a state that is no keys and values"),
-        ("StableLmForCausalLM", TOKENS, "does not let its attention be replaced"),
-        ("BloomForCausalLM", {}, "does not let its attention be replaced"),
+        ("BloomForCausalLM", {}, "its layers take no position_ids"),
+        ("FalconForCausalLM", {}, "its attention is its own code"),
+        ("XGLMForCausalLM", {}, "its attention is its own code"),
+        ("OPTForCausalLM", {}, "calls parts of its layers by themselves"),
         ("DiffLlamaForCausalLM", {}, "attends more than once in a forward"),
         ("MiniMaxForCausalLM", TOKENS, "layers of the kinds linear_attention"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of the kinds conv"),
-        ("BertLMHeadModel", {}, "configured as an encoder"),
-        ("GemmaForCausalLM", {}, "GemmaTextScaledWordEmbedding"),
+        ("BertLMHeadModel", {}, "a mask that is not causal"),
+        ("BertLMHeadModel", {"is_decoder": True}, "decoder.bias are one parameter"),
         ("Gemma4ForCausalLM", {}, "hidden_size_per_layer_input"),
         ("Gemma3ForConditionalGeneration", {}, "composed of several models"),
         ("LlamaForSequenceClassification", {}, "no causal model of transformers"),
@@ -115,10 +117,7 @@ def test_malformed_fields_end_in_an_error_of_ours(field: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("architecture", "config", "reason"),
-    [
-        ("DiffLlamaForCausalLM", {}, "no plan for tensor parallelism"),
-        ("Ernie4_5_MoeForCausalLM", TOKENS, "moe_tp_experts"),
-    ],
+    [("DiffLlamaForCausalLM", {}, "no plan for tensor parallelism"), ("Llama4ForCausalLM", {}, "packed_rowwise")],
 )
 def test_what_has_no_plan_is_not_divided(architecture: str, config: Mapping[str, Any], reason: str) -> None:
     plan = getattr(transformers, architecture).config_class.base_model_tp_plan

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from hardpoint.errors import UnsupportedModelError
-from hardpoint_transformers_models.refusal import refusal
+from hardpoint_transformers_models.refusal import first_sentence, refusal
 
 __all__ = ["PAGED", "SHAPES_ONLY", "SLOT", "AttentionCall", "TrialRun"]
 
@@ -32,6 +32,11 @@ SLOT = "hardpoint_attention"
 """The name under which a module of ``transformers`` holds the attention that it calls."""
 FAR = 1 << 20
 """A position far behind the beginning, beyond any window."""
+NEAR = 12
+"""Masks are tried for every pair of so many positions at the beginning."""
+DISTANCES = (0, 1, 2, 3, 5, 8, 16, 64, 65, 127, 128, 1000, 4096, 65_537, FAR)
+"""How far tokens lie behind one another where masks are tried at ``FAR``."""
+TRIED_HEADS = (0, 1)
 UNDERSTOOD = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "softcap", "s_aux"})
 """Arguments of an attention function that :class:`AttentionCall` speaks of, or that change nothing while answering."""
 HARMLESS_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
@@ -48,15 +53,24 @@ class Mask:
     @classmethod
     def of(cls, sees: Callable[[int, int], bool], size: int | None) -> Mask:
         """``sees(query, key)`` answers by position; ``size`` is that of a window or a chunk, if there is one."""
+        pairs = [(query, key) for query in range(NEAR) for key in range(NEAR)]
+        pairs += [(FAR, FAR - distance) for distance in (*DISTANCES, -1)]
+        if size is not None:
+            around = range(max(0, size - 1), size + 2)
+            pairs += [(FAR, FAR - distance) for distance in around] + [(distance, 0) for distance in around]
         try:
-            if sees(0, 1) or not (sees(FAR, FAR) and sees(FAR, FAR - 1 if size is None or size > 1 else FAR)):
-                return cls(fault="a mask that is not causal")
-            if size is None:
-                return cls() if sees(FAR, 0) and sees(FAR, FAR // 2) else cls(fault="a mask of its own")
-            is_window = sees(FAR, FAR - size + 1) and not sees(FAR, FAR - size) and not sees(FAR, 0)
-            return cls(size) if is_window else cls(fault=f"chunks or another pattern of {size} tokens")
+            wrong = [(query, key) for query, key in pairs if sees(query, key) != _is_seen(query, key, size)]
         except Exception as error:
-            return cls(fault=f"a mask that depends on more than positions ({type(error).__name__}: {error})")
+            return cls(fault=f"a mask that depends on more than positions ({first_sentence(error)})")
+        if not wrong:
+            return cls(size)
+        if any(key > query for query, key in wrong):
+            return cls(fault="a mask that is not causal")
+        return cls(fault="a mask of its own" if size is None else f"chunks or another pattern of {size} tokens")
+
+
+def _is_seen(query: int, key: int, window: int | None) -> bool:
+    return key <= query and (window is None or query - key < window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +113,11 @@ class TrialRun:
         """A tensor that stands for the mask where layers hand it to their attention."""
 
         def sees(query: int, key: int) -> bool:
-            zero = torch.zeros((), dtype=torch.int64)
-            return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+            zero, *heads = (torch.tensor(number) for number in (0, *TRIED_HEADS))
+            said = {bool(mask_function(zero, head, torch.tensor(query), torch.tensor(key))) for head in heads}
+            if len(said) > 1:
+                raise ValueError("heads have masks of their own")
+            return said.pop()
 
         with torch.device("cpu"):
             found = Mask.of(sees, size)
@@ -160,13 +177,11 @@ class TrialRun:
         if plain is None:
             raise self._refusal(call.name, "has no plain attention function that could tell what it computes")
         for argument in inspect.signature(plain).parameters.keys() - UNDERSTOOD:
-            if given.get(argument) is not None and argument != "kwargs":
+            is_told = argument == "sliding_window" and given.get(argument) == call.sliding_window
+            if given.get(argument) is not None and argument != "kwargs" and not is_told:
                 raise self._refusal(call.name, f"gives its attention {argument!r}, which the call cannot express")
-        if call.has_sinks:
-            # They are weights, which are not there yet: what they do is known from the models that have them.
-            return
-        with torch.device("cpu"), torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
+        with torch.device("cpu"), torch.no_grad(), self._tried_sinks(module, call, given) as sinks:
+            generator = torch.Generator().manual_seed(1)
             length = 3
             shapes = ((call.num_heads, call.key_size), (call.num_kv_heads, call.key_size))
             query, key, value = (
@@ -175,28 +190,58 @@ class TrialRun:
             )
             hidden = torch.full((length, length), float("-inf")).triu(1)[None, None]
             try:
-                said, _ = plain(module, query, key, value, hidden, **given)
+                said, _ = plain(module, query, key, value, hidden, **{**given, **sinks})
             except Exception as error:
                 raise self._refusal(
-                    call.name, f"has an attention function that could not be tried: {type(error).__name__}: {error}"
+                    call.name, f"has an attention function that could not be tried: {first_sentence(error)}"
                 ) from error
-            expected = _attention_of(call, query, key, value, hidden)
+            expected = _attention_of(call, query, key, value, hidden, sinks.get("s_aux"))
         if said.shape != expected.shape or not torch.allclose(said, expected, atol=MAX_DEVIATION, rtol=MAX_DEVIATION):
             raise self._refusal(call.name, "computes more in its attention than scores, a cap and a softmax")
+
+    @contextmanager
+    def _tried_sinks(
+        self, module: torch.nn.Module, call: AttentionCall, given: dict[str, Any]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """They are weights, which are not there yet: others are in their place meanwhile."""
+        if not call.has_sinks:
+            yield {}
+            return
+        weights = module._parameters.get("sinks")
+        if weights is None or given["s_aux"] is not weights or weights.shape != (call.num_heads,):
+            raise self._refusal(call.name, "gives its attention sinks that are not one weight of its own for each head")
+        drawn = torch.nn.Parameter(torch.linspace(-1.0, 2.0, call.num_heads), requires_grad=False)
+        module._parameters["sinks"] = drawn
+        try:
+            yield {"s_aux": drawn}
+        finally:
+            module._parameters["sinks"] = weights
 
     def _refusal(self, name: str, what: str) -> UnsupportedModelError:
         return refusal(self.architecture, f"{name} {what}")
 
 
 def _attention_of(
-    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
+    call: AttentionCall,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[1, T, H, V]: what the call says, of [1, H, T, D] and [1, K, T, D or V]; ``hidden`` is added to the scores."""
+    """[1, T, H, V]: what the call says, of [1, H, T, D] and [1, K, T, D or V]; ``hidden`` is added to the scores, and
+    ``sinks`` [H] take part in the softmax without a value."""
     group = call.num_heads // call.num_kv_heads
     scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-    return ((scores + hidden).softmax(-1) @ value.repeat_interleave(group, 1)).transpose(1, 2)
+    scores = scores + hidden
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2)
 
 
 _running: ContextVar[TrialRun] = ContextVar("hardpoint_trial_run")

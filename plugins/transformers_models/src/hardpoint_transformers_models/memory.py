@@ -11,6 +11,9 @@ from hardpoint_transformers_models.refusal import refusal
 
 __all__ = ["materialize"]
 
+MAX_COMPUTED = 1 << 28
+"""Values of one table, such as one of positions: a gigabyte."""
+
 
 def materialize(model: Any, dtype: torch.dtype, device: torch.device, own: frozenset[torch.nn.Module]) -> None:
     """Move ``model`` off the device without memory, but for modules that are the worker's ``own``.
@@ -63,6 +66,8 @@ def _buffers(model: Any, prefix: str, module: torch.nn.Module, device: torch.dev
 
 
 def _unset(model: Any, name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if buffer.numel() > MAX_COMPUTED:
+        raise refusal(type(model).__name__, f"{name} is a table of {buffer.numel()} values to compute")
     if buffer.dtype is torch.bool:
         raise refusal(type(model).__name__, f"{name} is a table of switches, of which none shows that it was computed")
     return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device=device)

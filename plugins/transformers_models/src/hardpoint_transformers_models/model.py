@@ -8,14 +8,12 @@ Legend: T tokens of the step, C hidden size, S sampled positions, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hardpoint.errors import ConfigError, UnsupportedModelError
 from hardpoint.interfaces.kv_cache import KVCacheSpec
@@ -25,27 +23,22 @@ from hardpoint.interfaces.plugin import NoOptions, plugin
 from hardpoint_torch_runtime.layers import LayerToolkit, LMHead, ParallelLinear, VocabEmbedding
 from hardpoint_transformers_models.architecture import build_on_meta, require_known
 from hardpoint_transformers_models.division import Division
-from hardpoint_transformers_models.independence import require_independent_tokens
-from hardpoint_transformers_models.interception import PAGED, AttentionCall, TrialRun
+from hardpoint_transformers_models.experts import divide_experts
+from hardpoint_transformers_models.head import without_layers
+from hardpoint_transformers_models.independence import attending_to_themselves, differs, require_independent_tokens
+from hardpoint_transformers_models.interception import PAGED
 from hardpoint_transformers_models.memory import materialize
 from hardpoint_transformers_models.naming import Naming
 from hardpoint_transformers_models.refusal import refusal
 from hardpoint_transformers_models.replacement import PagedAttention, replace_attention, replace_layers
+from hardpoint_transformers_models.token_table import TokenTable
+from hardpoint_transformers_models.trial import try_forward
 
 __all__ = ["TransformersModel", "create_transformers"]
 
-TRIAL_TOKENS = 3
 PLAIN_EXPERTS = "eager"
 FREQUENCY_TABLES = ("model.rotary_emb.inv_freq", "model.layers.*.self_attn.rotary_emb.inv_freq")
 """Old checkpoints carry them; they are computed here."""
-
-
-class _GivenHidden(torch.nn.Module):
-    """In the place of the layers: hands on what was given as embeddings."""
-
-    def forward(self, *, inputs_embeds: torch.Tensor, **given: Any) -> MoeModelOutputWithPast:
-        del given
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class TransformersModel(torch.nn.Module):
@@ -58,9 +51,10 @@ class TransformersModel(torch.nn.Module):
         plan = getattr(model.config, "base_model_tp_plan", None)
         division = Division.of(info.architecture, plan, layers.parallel.size)
         naming = Naming(info.architecture, model)
-        calls = try_forward(info, model, division)
+        calls = try_forward(info.architecture, model, division)
         replace_layers(model, division, layers)
         _implement(model, PAGED, PLAIN_EXPERTS)
+        experts = divide_experts(model, division, naming.stacks, layers.parallel)
         own = frozenset(
             part
             for module in model.modules()
@@ -69,7 +63,7 @@ class TransformersModel(torch.nn.Module):
         )
         materialize(model, layers.dtype, layers.device, own)
         replace_attention(model, calls, layers)
-        for name, stack in naming.stacks.items():
+        for name, stack in experts.items():
             model.get_submodule(name).place = stack.place
         self._rules = _rules(model, naming)
         for name, module in model.named_children():
@@ -77,8 +71,9 @@ class TransformersModel(torch.nn.Module):
         self._layer_names = tuple(dict.fromkeys(_block_of(call.name) for call in calls))
         # Hidden from module registration: every module of theirs is one of this model's.
         self._base, self._embedding = (model.base_model,), (model.get_input_embeddings(),)
-        self._head = (_without_layers(model),)
+        self._whole, self._head = (model,), (without_layers(model),)
         self._kv_specs = layers.kv_cache_specs()
+        self._num_positions = layers.config.max_model_len
         self._is_tried = False
 
     @property
@@ -103,30 +98,54 @@ class TransformersModel(torch.nn.Module):
             raise ValueError("this model has one stage only, which begins with token_ids or embeddings")
         if not self._is_tried:
             # With the first forward, which a worker makes before any request: weights are there by then.
+            self._try(positions.device)
             self._is_tried = True
-            attentions = [module for module in self.modules() if isinstance(module, PagedAttention)]
-            require_independent_tokens(
-                self._info.architecture, attentions, self._compute_ids, self._info.vocab_size, positions.device
-            )
         if embeddings is None:
             if token_ids is None:
                 raise ValueError("one of token_ids and embeddings must be given")
             embeddings = self.embed(token_ids)
         return self._compute(embeddings, positions)
 
-    def _compute_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(len(token_ids), device=token_ids.device)
-        return self._compute(self.embed(token_ids), positions)
+    def _try(self, device: torch.device) -> None:
+        """Raises for what only the loaded model shows."""
+        architecture, vocab_size = self._info.architecture, self._info.vocab_size
+        if isinstance(table := self._embedding[0], TokenTable):
+            config = self._head[0].config
+            names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
+            special = (getattr(config, name, None) for name in names)
+            table.require_rows_alone(architecture, tuple(one for one in special if isinstance(one, int)))
+        attentions = [module for module in self.modules() if isinstance(module, PagedAttention)]
+        with attending_to_themselves(attentions):
+            require_independent_tokens(
+                architecture,
+                lambda ids, positions: self._compute(self.embed(ids), positions),
+                vocab_size,
+                self._num_positions,
+                device,
+            )
+            self._try_head(device)
+
+    def _try_head(self, device: torch.device) -> None:
+        """Raises where the library's class does more between its layers and its logits than is done here."""
+        ids = torch.zeros(1, dtype=torch.int64, device=device)
+        embeddings = self.embed(ids)
+        ours = self.logits(self._compute(embeddings, ids))
+        given = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": ids.unsqueeze(0)}
+        whole = self._whole[0](**given, use_cache=False)
+        if differs(ours, whole.logits.squeeze(0)):
+            raise refusal(self._info.architecture, "its logits are not made of what its layers give alone")
 
     def _compute(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # Copies: some classes scale what they are given in place.
         output = self._base[0](
-            inputs_embeds=embeddings.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            inputs_embeds=embeddings.unsqueeze(0).clone(), position_ids=positions.unsqueeze(0), use_cache=False
         )
         hidden: torch.Tensor = output.last_hidden_state.squeeze(0)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._head[0](inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        output = self._head[0](inputs_embeds=hidden.unsqueeze(0).clone(), use_cache=False)
+        logits: torch.Tensor = output.logits.squeeze(0)
         return logits
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -135,40 +154,6 @@ class TransformersModel(torch.nn.Module):
     def named_layers(self) -> Iterable[tuple[str, torch.nn.Module]]:
         for name in self._layer_names:
             yield name, self.get_submodule(name)
-
-
-def try_forward(info: ModelInfo, model: Any, division: Division) -> list[AttentionCall]:
-    """The attention calls of one rank, in order, from a forward of ``model`` without memory.
-
-    Raises ``UnsupportedModelError`` for a model that attends in a way the worker's attention cannot.
-    """
-    tried = copy.deepcopy(model) if division.size > 1 else model
-    division.shrink(tried.base_model)
-    run = TrialRun(info.architecture, {module: name for name, module in tried.named_modules()})
-    ids = torch.zeros((1, TRIAL_TOKENS), dtype=torch.int64, device="meta")
-    try:
-        with run.active(), torch.no_grad():
-            tried(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                position_ids=torch.arange(TRIAL_TOKENS, device="meta").unsqueeze(0),
-                use_cache=False,
-            )
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        divided = f" divided among {division.size} ranks" if division.size > 1 else ""
-        raise refusal(
-            info.architecture, f"a trial run{divided} without weights failed with {type(error).__name__}: {error}"
-        ) from error
-    num_layers = getattr(model.config, "num_hidden_layers", None)
-    if not run.calls or (isinstance(num_layers, int) and len(run.calls) != num_layers):
-        raise refusal(
-            info.architecture,
-            f"{len(run.calls)} of its {num_layers} layers attend through functions that can be replaced, so others "
-            "keep what the KV cache does not hold",
-        )
-    return run.calls
 
 
 def _implement(model: Any, attention: str, experts: str) -> None:
@@ -180,28 +165,29 @@ def _implement(model: Any, attention: str, experts: str) -> None:
             config._experts_implementation = experts
 
 
-def _without_layers(model: Any) -> Any:
-    """The library's model for head and logits alone: it shares the modules of ``model`` but the layers."""
-    head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _GivenHidden()}
-    return head
-
-
 def _rules(model: Any, naming: Naming) -> list[WeightRule]:
-    """Where stored tensors go. What is in the place of the head keeps its weights one level further down."""
+    """Where stored tensors go. What is in the place of the head or of a table keeps its weights further down."""
     names = {module: name for name, module in model.named_modules()}
-    head = model.get_output_embeddings()
-    whole = [names[one] for one in names if isinstance(one, ParallelLinear | VocabEmbedding)]
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    moved: dict[str, str] = {}
+    if isinstance(table, TokenTable):
+        moved |= {names[table.library]: names[table], names[table.rows]: names[table]}
+    rules = []
     if head.scores.projection is None:
-        rules = [WeightRule(f"{names[head]}.weight", None)]
+        rules.append(WeightRule(f"{names[head]}.weight", None))
     else:
-        inner = names[head.scores.projection]
-        whole.remove(inner)
-        rules = naming.rules({f"{names[head]}.*": f"{inner}.*"})
-    owned = tuple(f"{name}." for name in (*whole, names[head]))
+        moved[names[head.scores.projection]] = names[head]
+    whole = [names[one] for one in names if isinstance(one, ParallelLinear | VocabEmbedding)]
+    owned = tuple(f"{name}." for name in whole)
     plain = [name for name, _ in model.named_parameters() if not name.startswith(owned)]
-    rules += naming.rules({name: name for name in (*plain, *(f"{name}.*" for name in whole))})
-    return [*rules, *(WeightRule(path, None) for path in FREQUENCY_TABLES)]
+    targets = {_before(name, moved): name for name in (*plain, *(f"{name}.*" for name in whole))}
+    return [*rules, *naming.rules(targets), *(WeightRule(path, None) for path in FREQUENCY_TABLES)]
+
+
+def _before(name: str, moved: Mapping[str, str]) -> str:
+    """The library's name of what is called ``name`` now; ``moved`` is by the modules' names now."""
+    place = next((place for place in moved if name.startswith(f"{place}.")), None)
+    return name if place is None else moved[place] + name.removeprefix(place)
 
 
 def _block_of(name: str) -> str:
@@ -219,8 +205,8 @@ def create_transformers(ctx: ModelContext, options: NoOptions) -> Model:
     require_known(ctx.config.model)
     stages = ctx.config.parallel.pipeline_parallel_size
     if stages > 1 or (ctx.stage is not None and not (ctx.stage.has_embedding and ctx.stage.has_head)):
-        raise refusal(
-            ctx.config.model.architecture,
-            "its layers cannot be divided into several pipeline stages; set --pipeline-parallel-size 1",
+        raise UnsupportedModelError(
+            f"{ctx.config.model.architecture} is run by transformers here, whose layers cannot be divided into several "
+            "pipeline stages; set --pipeline-parallel-size 1"
         )
     return TransformersModel(ctx.config.model, ctx.layers)

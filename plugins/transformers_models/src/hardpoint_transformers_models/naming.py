@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,37 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from hardpoint.interfaces.model import WeightRule
-from hardpoint_torch_runtime.layers import Placement
+from hardpoint_transformers_models.experts import StackedExperts
 from hardpoint_transformers_models.refusal import refusal
 
-__all__ = ["ExpertPlacement", "Naming", "StackedExperts"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPlacement(Placement):
-    """One expert's matrix in a parameter that holds those of all."""
-
-    expert: int = 0
-
-    def target(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter[self.expert].narrow(self.dim, self.target_start, self.length)
-
-
-@dataclass(frozen=True, slots=True)
-class StackedExperts:
-    """How a stack [E, outputs, inputs] is filled: from ``num_parts`` matrices for each expert, behind one another."""
-
-    shapes: dict[str, tuple[int, ...]]
-    num_parts: dict[str, int]
-
-    def place(self, parameter: str, shard: str | None) -> Placement:
-        """See ``ShardedModule``; a ``shard`` is written ``expert/part``."""
-        shape = self.shapes[parameter]
-        if shard is None:
-            return Placement.whole(shape)
-        expert, part = (int(number) for number in shard.split("/"))
-        length = shape[1] // self.num_parts[parameter]
-        return ExpertPlacement((length, *shape[2:]), 0, 0, part * length, length, expert=expert)
+__all__ = ["Naming"]
 
 
 class Naming:
