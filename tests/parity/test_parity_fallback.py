@@ -12,8 +12,8 @@ from models_page import read_page
 
 MODES = ("prefill", "decode", "prefix", "preempt")
 """Batches and chunks come with preemption; the page was written from all modes."""
-ON_TWO_WORKERS = ("CohereForCausalLM", "Glm4ForCausalLM")
-"""One whose heads are divided, and one that gathers what the plan divides."""
+ON_TWO_WORKERS = ("CohereForCausalLM", "Glm4ForCausalLM", "OlmoeForCausalLM")
+"""One whose heads are divided, one that gathers what the plan divides, and one whose experts are divided each."""
 
 
 def test_the_page_has_a_row_for_each_case() -> None:

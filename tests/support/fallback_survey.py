@@ -139,12 +139,12 @@ def tiny_fields_of(architecture: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _WITHOUT.get(architecture, ())}
 
 
-def outcome(architecture: str, fields: Mapping[str, Any] | None = None) -> str:
-    """:data:`RUNS`, or why a model of that configuration is refused. Other errors are raised."""
+def outcome(architecture: str) -> str:
+    """:data:`RUNS`, or why the tiny model of ``architecture`` is refused. Other errors are raised."""
     info = ModelInfo(
         artifact=ModelArtifact(name="tiny", root="/tiny", files=("config.json",), source="test"),
         architecture=architecture,
-        config=tiny_fields_of(architecture) if fields is None else fields,
+        config=tiny_fields_of(architecture),
         max_position=256,
         vocab_size=TINY_SIZES["vocab_size"],
         dtype="float32",

@@ -18,7 +18,6 @@ _WINDOWS: Mapping[str, Any] = {
     "sliding_window": 7,
 }
 _NAMED: Mapping[str, Mapping[str, Any]] = {"": {"worker": {"torch": {"model": "transformers"}}}}
-_UNDIVIDED: Mapping[str, str] = {"tp2": "the model plugin transformers divides no stacks of experts"}
 
 FALLBACK_CASES: tuple[ParityCase, ...] = (
     ParityCase("CohereForCausalLM", _TOKENS, "plain"),
@@ -31,13 +30,7 @@ FALLBACK_CASES: tuple[ParityCase, ...] = (
     ParityCase("Cohere2ForCausalLM", {**_TOKENS, **_WINDOWS}, "windows of 7"),
     ParityCase("Glm4ForCausalLM", {**_TOKENS, "head_dim": 16}, "plain"),
     ParityCase("NemotronForCausalLM", _TOKENS, "plain"),
-    ParityCase(
-        "OlmoeForCausalLM",
-        {**_TOKENS, "num_experts": 6, "num_experts_per_tok": 2},
-        "plain",
-        limits=ROUTED,
-        skipped=_UNDIVIDED,
-    ),
+    ParityCase("OlmoeForCausalLM", {**_TOKENS, "num_experts": 6, "num_experts_per_tok": 2}, "plain", limits=ROUTED),
     ParityCase("Ernie4_5ForCausalLM", {**_TOKENS, **ODD_HEADS, "use_bias": True}, "odd heads, biases"),
     ParityCase(
         "SeedOssForCausalLM", {**_TOKENS, **ODD_HEADS, "rope_parameters": LLAMA3}, "odd heads, Llama 3 rotation"

@@ -77,6 +77,15 @@ def test_the_reason_is_named(architecture: str, config: Mapping[str, Any], reaso
     assert architecture in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", ["JetMoeForCausalLM", "XLMWithLMHeadModel"])
+def test_what_torch_says_without_memory_comes_with_what_it_means(architecture: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        build(info_of(architecture, kv_channels=12, num_local_experts=4))
+    said = str(caught.value)
+    assert said.startswith(f"{architecture} cannot be run by transformers here: its code looks at values")
+    assert said.endswith(f"install a distribution that provides the entry point hardpoint.model.v1:{architecture}")
+
+
 def test_code_of_checkpoints_is_never_run() -> None:
     """Neither for architectures that the library does not have, nor for those that it has."""
     code = {"AutoModelForCausalLM": "modeling_ghost.GhostForCausalLM", "AutoConfig": "configuration_ghost.GhostConfig"}
@@ -116,15 +125,14 @@ def test_malformed_fields_end_in_an_error_of_ours(field: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("architecture", "config", "reason"),
-    [("DiffLlamaForCausalLM", {}, "no plan for tensor parallelism"), ("Llama4ForCausalLM", {}, "packed_rowwise")],
+    ("architecture", "reason"),
+    [("DiffLlamaForCausalLM", "no plan for tensor parallelism"), ("Llama4ForCausalLM", "packed_rowwise")],
 )
-def test_what_has_no_plan_is_not_divided(architecture: str, config: Mapping[str, Any], reason: str) -> None:
+def test_what_has_no_plan_is_not_divided(architecture: str, reason: str) -> None:
     plan = getattr(transformers, architecture).config_class.base_model_tp_plan
     with pytest.raises(UnsupportedModelError, match=reason):
         Division.of(architecture, plan, 2)
     assert Division.of(architecture, plan, 1).shares == {}
-    del config
 
 
 def test_a_plan_names_the_shares_of_all_layers() -> None:

@@ -160,7 +160,7 @@ def test_alternating_outputs_may_be_cut_in_a_row() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_matrices_stored_apart_and_in_one_fill_the_same_share(rank: int) -> None:
-    shapes = {"gate_up_proj": (3, 8, 5), "down_proj": (3, 5, 4)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (3, 8, 5), "down_proj": (3, 5, 4)}
     stack = StackedExperts(shapes, {"gate_up_proj": 2, "down_proj": 1}, PACKED, TensorParallel(rank, 2))
     for name, shape in shapes.items():
         whole = torch.randn(shape)

@@ -29,7 +29,8 @@ GROWING_ROTATIONS = ("dynamic", "longrope")
 on its neighbors', and those that were cached would no longer fit."""
 CODE_FIELD = "auto_map"
 OURS_TO_SAY = (
-    *("model_type", CODE_FIELD, "quantization_config", "compression_config", "return_dict", "use_return_dict", "torchscript"),
+    *("model_type", CODE_FIELD, "quantization_config", "compression_config"),
+    *("return_dict", "use_return_dict", "torchscript"),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "use_cache"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal", "use_kernels"),
     *("output_hidden_states", "output_attentions", "output_router_logits", "gradient_checkpointing"),

@@ -84,6 +84,8 @@ class Head(torch.nn.Module):
     ``bias`` [V] is that of a head whose weight is the table of tokens.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(self, scores: LMHead, bias: torch.nn.Parameter | None) -> None:
         super().__init__()
         self.scores = scores
@@ -151,7 +153,7 @@ def _linear(name: str, plain: torch.nn.Linear, share: Share, layers: LayerToolki
 def replace_attention(model: torch.nn.Module, calls: Sequence[AttentionCall], layers: LayerToolkit) -> None:
     """Give every module that attends, in the order of its call, a layer that does so over the KV cache.
 
-    To be called when sinks have their memory. Their weights become float32.
+    To be called when sinks, which the layers share with their modules, have their memory.
     """
     for call in calls:
         module = model.get_submodule(call.name)
