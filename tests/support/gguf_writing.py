@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 __all__ = [
+    "LLAMA_METADATA",
     "Config",
     "Step",
     "Tensors",
@@ -43,6 +44,17 @@ _DRAWN: Mapping[gguf.GGMLQuantizationType, Mapping[int, float]] = {
     gguf.GGMLQuantizationType.Q6_K: {208: 7e-4},
 }
 """Of blocks where their floats lie, and how large these are beside the deviation of weights."""
+LLAMA_METADATA: dict[str, Any] = {
+    "embedding_length": 32,
+    "block_count": 1,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "context_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10_000.0,
+}
+"""Of the smallest Llama, without the prefix of the architecture."""
 _EXPERT = re.compile(r".*\.(?P<layer>\d+)\.(?P<block>\w+)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 

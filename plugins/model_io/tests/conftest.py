@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from gguf_writing import add_value
+from gguf_writing import LLAMA_METADATA, add_value
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint_model_io.sources.package import PackageSource
 
 GgufWriter = Callable[..., Path]
 
-LLAMA_METADATA: dict[str, Any] = {
-    "embedding_length": 32,
-    "block_count": 1,
-    "feed_forward_length": 64,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "context_length": 128,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 10_000.0,
-}
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "Ġ", "c"]
 
 

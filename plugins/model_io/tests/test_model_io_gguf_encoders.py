@@ -10,22 +10,13 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_writing import add_value
+from gguf_writing import LLAMA_METADATA, add_value
 from hardpoint.errors import ModelFormatError, UnsupportedModelError
 from hardpoint.interfaces.model_source import ModelArtifact
 from hardpoint_model_io.weights.gguf import GgufWeightLoader
 
 AsArtifact = Callable[[Path], ModelArtifact]
 GgufWriter = Callable[..., Path]
-LLAMA_METADATA: dict[str, Any] = {
-    "embedding_length": 32,
-    "block_count": 1,
-    "feed_forward_length": 64,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "context_length": 128,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-}
 BERT: dict[str, Any] = {
     "embedding_length": 8,
     "block_count": 1,
