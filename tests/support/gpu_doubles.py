@@ -12,6 +12,7 @@ from hardpoint.errors import ConfigError
 from hardpoint_gpu.framework import FrameworkBuild
 from hardpoint_gpu.host import Host
 from hardpoint_gpu.inventory import GpuFacts, Inventory, Link, MemoryReading
+from hardpoint_testing_torch.fake_graph_backend import FakeGraph, OperatorRecorder
 
 GIB = 1 << 30
 CUDA_BUILD = FrameworkBuild("2.13.0+cu128", cuda="12.8")
@@ -146,7 +147,7 @@ class RecordingDevice:
     def Stream(self) -> RecordingStream:
         return RecordingStream(self, "side")
 
-    def CUDAGraph(self) -> RecordingGraph:
+    def CUDAGraph(self) -> RecordingGraph | ReplayingGraph:
         return RecordingGraph(self)
 
     @contextmanager
@@ -186,3 +187,36 @@ class RecordingGraph:
 
     def reset(self) -> None:
         self.device.calls.append("reset")
+
+
+class ReplayingDevice(RecordingDevice):
+    """Its recordings compute: they repeat the operators that ran while they were made."""
+
+    def CUDAGraph(self) -> ReplayingGraph:
+        return ReplayingGraph(self)
+
+
+class ReplayingGraph:
+    """A capture has a beginning and an end here, and a call around it in the fake backend."""
+
+    def __init__(self, device: ReplayingDevice) -> None:
+        self.device = device
+        self.recorder = OperatorRecorder(forbid_allocation=False)
+        self.recording: FakeGraph[None] | None = None
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        del pool, capture_error_mode
+        self.device.capturing = True
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def capture_end(self) -> None:
+        self.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.device.capturing = False
+        self.recording = FakeGraph(self.recorder.calls, (), None, 0, None)
+
+    def replay(self) -> None:
+        assert self.recording is not None
+        self.recording.replay()
+
+    def reset(self) -> None:
+        self.recording = None

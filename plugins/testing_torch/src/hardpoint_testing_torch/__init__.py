@@ -5,11 +5,13 @@ from hardpoint_testing_torch.attention_problems import AttentionProblem, make_pr
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.attention_storage import StoredStates
 from hardpoint_testing_torch.attention_suite import AttentionBackendConformance, AttentionBackendSuite
+from hardpoint_testing_torch.compiler_suite import CompilerSuite
 from hardpoint_testing_torch.custom_op_suite import CustomOpSuite
 from hardpoint_testing_torch.engine_parity import run_parity
 from hardpoint_testing_torch.fake_graph_backend import FakeGraph, FakeGraphBackend
 from hardpoint_testing_torch.fake_streams import FakeStreams, PromisingExecutor
 from hardpoint_testing_torch.fixed_attention import FixedShapeAttention, FixedShapeBackend
+from hardpoint_testing_torch.graph_backend_suite import GraphBackendSuite
 from hardpoint_testing_torch.installed import installed_backend, installed_factory, installed_loader
 from hardpoint_testing_torch.kernel_override_suite import KernelOverrideSuite
 from hardpoint_testing_torch.kernel_problems import KernelProblem, kernel_problems
@@ -34,12 +36,14 @@ __all__ = [
     "AttentionBackendSuite",
     "AttentionProblem",
     "AttentionShape",
+    "CompilerSuite",
     "CustomOpSuite",
     "FakeGraph",
     "FakeGraphBackend",
     "FakeStreams",
     "FixedShapeAttention",
     "FixedShapeBackend",
+    "GraphBackendSuite",
     "HostBlind",
     "KernelOverrideSuite",
     "KernelProblem",

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from hardpoint.interfaces import CapturedGraph, GraphBackend, NoOptions, PluginContext, plugin
 from hardpoint.testing.fake_platform import FakeGraphPool
 
-__all__ = ["FakeGraph", "FakeGraphBackend", "create"]
+__all__ = ["FakeGraph", "FakeGraphBackend", "OperatorRecorder", "create"]
 
 _T = TypeVar("_T")
 
@@ -98,7 +98,7 @@ class FakeGraphBackend(GraphBackend):
         reason = self.refuse()
         if reason is not None:
             raise RuntimeError(f"no graph can be captured now: {reason}")
-        recorder = _Recorder(self.forbid_allocation)
+        recorder = OperatorRecorder(self.forbid_allocation)
         self._capturing = True
         try:
             with recorder:
@@ -112,7 +112,7 @@ class FakeGraphBackend(GraphBackend):
         return graph
 
 
-class _Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Sees every operator below autograd while it is entered."""
 
     def __init__(self, forbid_allocation: bool) -> None:

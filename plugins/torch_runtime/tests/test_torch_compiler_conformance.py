@@ -1,0 +1,12 @@
+"""The compiler that leaves models alone is held to the kit: every bit must stay."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hardpoint_testing_torch import CompilerSuite
+
+
+class TestNone(CompilerSuite):
+    plugin: ClassVar[str | None] = "none"
+    lowers_nothing: ClassVar[bool] = True
