@@ -260,10 +260,13 @@ def test_a_backend_that_refuses_is_held_to_its_refusal() -> None:
 def test_a_patch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.silu)
 
+    def silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
     class Patches(FakeGraphBackend):
         def __init__(self) -> None:
             super().__init__()
-            torch.nn.functional.silu = torch.nn.functional.relu
+            torch.nn.functional.silu = silu
 
     failed = run_suite(suite_of(Patches), only="patches_nothing").failed
     assert "torch.nn.functional.silu" in failed["test_creating_and_capturing_patches_nothing"]
