@@ -260,8 +260,8 @@ def test_a_backend_that_refuses_is_held_to_its_refusal() -> None:
 def test_a_patch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.silu)
 
-    def silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
-        return x * torch.sigmoid(x)
+    def silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+        return input * torch.sigmoid(input)
 
     class Patches(FakeGraphBackend):
         def __init__(self) -> None:
