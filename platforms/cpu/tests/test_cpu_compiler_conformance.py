@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import ClassVar
 
+import pytest
+
 from hardpoint.interfaces.attention import AttentionBackend
 from hardpoint.interfaces.platform import Platform
 from hardpoint_cpu.attention_backend import CpuPagedBackend
@@ -18,18 +20,22 @@ def platform() -> CpuPlatform:
 
 
 class TestCpuNative(CompilerSuite):
-    """Between calls over layers attention is somebody else's."""
+    """Whole stacks of decoder layers are one call."""
 
     plugin: ClassVar[str | None] = "cpu_native"
 
     def create_platform(self) -> Platform:
         return platform()
 
+    def create_backend(self, dtype: str) -> AttentionBackend:
+        return CpuPagedBackend(platform().kernels) if dtype == "float32" else super().create_backend(dtype)
 
-class TestCpuNativeWithItsAttention(TestCpuNative):
-    """Whole stacks of decoder layers are one call."""
+
+@pytest.mark.slow
+class TestCpuNativeWithOthersAttention(CompilerSuite):
+    """Two calls for each layer, and somebody else's attention in between."""
 
     plugin: ClassVar[str | None] = "cpu_native"
 
-    def create_backend(self, dtype: str) -> AttentionBackend:
-        return CpuPagedBackend(platform().kernels) if dtype == "float32" else super().create_backend(dtype)
+    def create_platform(self) -> Platform:
+        return platform()

@@ -94,6 +94,7 @@ class TestPlain(CompilerSuite):
         return Plain(ctx)
 
 
+@pytest.mark.slow
 class TestLater(CompilerSuite):
     architectures = {"LlamaForCausalLM": {}}  # noqa: RUF012 (as an author would write it)
 

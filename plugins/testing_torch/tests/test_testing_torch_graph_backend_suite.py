@@ -245,6 +245,7 @@ MUTANTS: dict[str, type[GraphBackend]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails(name: str) -> None:
     assert run_suite(suite_of(MUTANTS[name]), first_failure=True).failed
