@@ -91,6 +91,16 @@ REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
     ("R5.90", need(H100, dcp_size=2, kind=AttentionKind.ENCODER_ONLY), ALL, "are a decoder's"),
     ("R5.12", need(H100, uses_alibi=True), installed(3, 4), "generation 3 takes no ALiBi slopes"),
     ("R5.12", need(H100, uses_alibi=True, kind=AttentionKind.ENCODER_ONLY), ALL, "ALiBi biases are causal"),
+    ("R5.12", need(H100, kind=AttentionKind.ENCODER_DECODER, sliding_window=64), ALL, "queries of cross-attention"),
+    ("R5.12", need(A100, kind=AttentionKind.ENCODER_DECODER, sliding_window=64), ALL, "queries of cross-attention"),
+    (
+        "R5.12",
+        need(B200, kind=AttentionKind.ENCODER_ONLY, sliding_window=64, uses_mm_prefix=True),
+        ALL,
+        "are a decoder's",
+    ),
+    ("R5.14", need(H100, head_size=72, **FP8), ALL, "heads of a multiple of 16 entries"),
+    ("R5.14", need(B200, head_size=120, **FP8), ALL, "heads of a multiple of 16 entries"),
     ("R5.12", need(H100), installed(), "generation 3 is not installed (flash-attn-3)"),
 ]
 
@@ -116,6 +126,8 @@ RESOLVED: list[tuple[AttentionNeed, InstalledKernels, int]] = [
     (need(H100, **FP8), ALL, 3),
     (need(B200, **FP8), ALL, 4),
     (need(H100, per_head_scales=True, **FP8), ALL, 3),
+    (need(H100, head_size=80, **FP8), ALL, 3),
+    (need(H100, head_size=72), ALL, 3),
     (need(H100, batch_invariant=True), ALL, 3),
 ]
 

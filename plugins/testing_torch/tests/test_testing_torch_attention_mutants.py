@@ -118,6 +118,17 @@ class CrossesCausally(PlainAttention):
         return seen.tril(num_keys - num_queries) if is_cross else seen
 
 
+class WindowAcross(PlainAttention):
+    """Lets a window count from places that queries of cross-attention have not."""
+
+    def visible(self, metadata: Metadata, row: int, num_queries: int, num_keys: int) -> torch.Tensor:
+        seen = super().visible(metadata, row, num_queries, num_keys)
+        if self.params.kind is AttentionKind.ENCODER_DECODER and self.params.sliding_window is not None:
+            distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+            seen &= distance.abs() < self.params.sliding_window
+        return seen
+
+
 class WrongLayout(PlainAttention):
     """P5.2: takes heads and places of a block for one another."""
 
@@ -248,6 +259,7 @@ class WritesPaddingRows(PlainAttention):
 
 KERNEL_FAULTS: dict[type[PlainAttention], str] = {
     ChunkTooLong: "test_chunked_local",
+    WindowAcross: "test_whatever_is_accepted_is_computed",
     ChunkOfTheStep: "test_chunked_local",
     ForgetsThePrompt: "test_a_window_that_keeps_the_prompt",
     PromptOfTheFirstRow: "test_a_window_that_keeps_the_prompt",

@@ -43,7 +43,7 @@ RARE_NEEDS: Mapping[str, Mapping[str, Any]] = {
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "num_heads": (4, 8),
     "num_kv_heads": (1, 2, 4),
-    "head_size": (16, 64),
+    "head_size": (16, 24, 64),
     "block_size": (4, 16),
     "dtype": (torch.float32, torch.float32, torch.bfloat16, torch.float16),
     "kv_cache_dtype": (None, None, None, "fp8", "fp8_e5m2", "int8_per_token_head", "float16"),
@@ -56,8 +56,12 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "uses_mm_prefix": (False, False, True),
     "uses_row_causality": (False, False, False, True),
     "per_head_scales": (False, True),
+    "kind": (*[AttentionKind.DECODER] * 6, AttentionKind.ENCODER_ONLY, *[AttentionKind.ENCODER_DECODER] * 2),
 }
 """What combinations are drawn from; what is seldom accepted comes less often."""
+
+ALONE = [(0, 9), (0, 1), (0, 4)]
+"""Rows of layers that have only a step's own tokens."""
 
 
 class AttentionAnswerRules(AttentionRules):
@@ -69,10 +73,14 @@ class AttentionAnswerRules(AttentionRules):
             drawn = {name: draw.choice(values) for name, values in CHOICES.items()}
             if not sensible(drawn):
                 continue
-            shape = variant(base, **drawn)
+            shape = variant(base, **drawn, causal=drawn["kind"] is AttentionKind.DECODER)
+            rows = MIXED if shape.has_cache else ALONE
+            if not backend.block_sizes(self.need(shape)).accepts(shape.block_size):
+                # Else a backend that takes neither of the sizes would never be asked to compute.
+                shape = variant(shape, block_size=base.block_size)
             takes_blocks = backend.block_sizes(self.need(shape)).accepts(shape.block_size)
             if takes_blocks and self.reason(backend, self.need(shape)) is None:
-                self.check(backend, self.problem(shape, MIXED, seed))
+                self.check(backend, self.problem(shape, rows, seed))
 
     def test_it_declares_the_block_sizes_it_takes(
         self, backend: AttentionBackend, base: AttentionShape, declaration: PluginDeclaration
@@ -133,8 +141,11 @@ class AttentionAnswerRules(AttentionRules):
 
 
 def sensible(drawn: Mapping[str, Any]) -> bool:
-    """Whether a model might ask for this: ALiBi, ranges and kept prompts are for causal rows."""
-    if drawn["uses_row_causality"] and (drawn["uses_alibi"] or drawn["uses_mm_prefix"] or drawn["keeps_prompt"]):
+    """Whether a model might ask for this: ALiBi, ranges and kept prompts are for causal rows, which are a decoder's."""
+    for_causal_rows = drawn["uses_alibi"] or drawn["uses_mm_prefix"] or drawn["keeps_prompt"]
+    if drawn["uses_row_causality"] and for_causal_rows:
+        return False
+    if drawn["kind"] is not AttentionKind.DECODER and (drawn["uses_row_causality"] or for_causal_rows):
         return False
     if drawn["keeps_prompt"] and (drawn["sliding_window"] is None or drawn["chunk_size"] is not None):
         return False

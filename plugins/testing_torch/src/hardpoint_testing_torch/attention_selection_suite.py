@@ -166,6 +166,7 @@ class AttentionSelectionRules(AttentionRules):
         draw = random.Random(seed)
         for _ in range(25):
             drawn = {name: draw.choice(values) for name, values in CHOICES.items()}
+            drawn["kind"] = AttentionKind.DECODER
             shape = variant(base, uses_sparse=True, **drawn)
             if not sensible(drawn) or not backend.block_sizes(self.need(shape)).accepts(shape.block_size):
                 continue

@@ -33,6 +33,9 @@ ACTIVATION_DTYPES = ("float16", "bfloat16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "fp8_e5m2")
 E5M2_DTYPES = ("float8_e5m2", "fp8_e5m2")
 KINDS = (AttentionKind.DECODER, AttentionKind.ENCODER, AttentionKind.ENCODER_ONLY, AttentionKind.ENCODER_DECODER)
+FP8_HEAD_MULTIPLE = 16
+"""Heads of 8-bit entries lie at multiples of 16 bytes from each other only so (R5.42); their strides are not of size
+one, so that nothing could make them canonical."""
 HEAD_256_PAGE = 128
 """Tokens of a page of the kernel made for heads of 256 entries; it takes no other size."""
 
@@ -147,6 +150,10 @@ def _generation_fault(need: AttentionNeed, generation: int) -> str | None:
         (_fp8(need) and _major(need) == 9 and generation != 3, "reads no 8-bit cache on this device"),
         (_fp8(need) and _major(need) in (10, 11) and generation != 4, "reads no 8-bit cache on this device"),
         (_fp8(need) and generation == 2, "reads no 8-bit cache"),
+        (
+            _fp8(need) and need.head_size % FP8_HEAD_MULTIPLE != 0,
+            f"reads an 8-bit cache only of heads of a multiple of {FP8_HEAD_MULTIPLE} entries",
+        ),
         (need.kv_cache_dtype in E5M2_DTYPES, "computes with float8_e4m3fn, not with float8_e5m2"),
         (need.batch_invariant and generation == 2, "cannot fix the number of splits (batch-invariant mode)"),
         (need.dcp_size > 1 and generation == 2, "reads no cache that is dealt out among ranks"),
@@ -215,6 +222,10 @@ def _kind_rule(need: AttentionNeed) -> str | None:
         return f"attention kind {need.kind} is not one of {', '.join(kind.value for kind in KINDS)}"
     if need.kind is not AttentionKind.DECODER and (need.chunk_size is not None or need.keeps_prompt):
         return f"chunks and kept prompts are causal and do not fit attention kind {need.kind.value}"
+    if need.kind is AttentionKind.ENCODER_DECODER and need.sliding_window is not None:
+        return "queries of cross-attention have no place among its keys that a sliding window could count from"
+    if need.kind is not AttentionKind.DECODER and need.sliding_window is not None and need.uses_mm_prefix:
+        return f"multimodal prefixes beside a sliding window are a decoder's, not attention kind {need.kind.value}'s"
     return None
 
 
