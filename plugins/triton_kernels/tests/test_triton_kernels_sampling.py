@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from hardpoint_torch_runtime.sampling.truncation import apply_top_k_top_p
 from hardpoint_triton_kernels.kernels.penalties import apply_penalties
 from hardpoint_triton_kernels.kernels.rejection import rejection_sample
 from hardpoint_triton_kernels.kernels.truncation import top_k_top_p
@@ -67,6 +68,17 @@ def test_ties_stay_together_and_signs_of_zero_are_one() -> None:
     extremes = torch.tensor([[3e38, -3e38, 1e-40, NOTHING, -1e-40]])
     kept = top_k_top_p(extremes, torch.tensor([3]), None)
     assert torch.equal(kept, torch.tensor([[3e38, NOTHING, 1e-40, NOTHING, -1e-40]]))
+
+
+def test_an_infinite_logit_has_all_the_probability() -> None:
+    """R6.19: as in plain torch; what it is less by than infinity is no number, and must not count as one."""
+    row = torch.tensor([[0.0, torch.inf, 2.0, torch.inf, NOTHING]])
+    for top_k, top_p in ((None, 0.9), (3, 0.0), (1, 0.5)):
+        ranks = None if top_k is None else torch.tensor([top_k])
+        found = top_k_top_p(row.clone(), ranks, torch.tensor([top_p]))
+        assert found.tolist() == apply_top_k_top_p(row.clone(), ranks, torch.tensor([top_p])).tolist()
+        assert found.isposinf().sum() == 2
+        assert found.isneginf().sum() == 3
 
 
 def test_rows_of_nothing_and_no_rows_are_left_alone() -> None:
@@ -242,6 +254,17 @@ def test_equal_distributions_keep_every_draft() -> None:
     tokens, counts = verify(drafts, target, target, accept, torch.zeros(2), [False] * 2, [7, 8])
     assert tokens == [[1, 2, 3, 7], [4, 5, 6, 8]]
     assert counts == [4, 4]
+
+
+@pytest.mark.parametrize(("uniform", "drawn"), [(0.3, 0), (0.7, 1), (1 - 2**-24, 1)])
+def test_a_token_without_probability_is_never_drawn(uniform: float, drawn: int) -> None:
+    """R11.32: a draft from the tail that truncation cut off is refused, and nothing is above the drafts' distribution,
+    to which the tail is less than a rounding: then it is the model's draw."""
+    target, proposed = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.5, 0.5, 1e-9]])
+    redraw = torch.tensor([uniform])
+    tokens, counts = verify([[2]], target, proposed, torch.zeros(1), redraw, greedy=[False], bonus=[1])
+    assert tokens == [[drawn, -1]]
+    assert counts == [1]
 
 
 def test_no_rows_no_tokens() -> None:

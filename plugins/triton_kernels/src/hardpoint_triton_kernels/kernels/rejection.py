@@ -52,13 +52,17 @@ def _redraw(
     for begin in range(0, size, WIDTH):
         token = begin + lanes
         sums += _excess(target, proposed, base, token, draft, token < size)
-    goal = uniform * tl.sum(sums)
+    excess = tl.sum(sums)
+    # Where nothing is above the drafts' distribution it is the model's but for roundings. Then the draw is the model's
+    # own, and not the draft, which may have no probability at all.
+    taken = tl.where(excess > 0, draft, -1)
+    goal = uniform * tl.where(excess > 0, excess, 1.0)
     before = tl.full((), 0.0, dtype=tl.float32)
     found = tl.full((), -1, dtype=tl.int64)
     last = draft
     for begin in range(0, size, WIDTH):
         token = begin + lanes
-        weight = _excess(target, proposed, base, token, draft, token < size)
+        weight = _excess(target, proposed, base, token, taken, token < size)
         reached = before + tl.cumsum(weight, axis=0)
         hit = tl.min(tl.where((reached > goal) & (weight > 0), token, size))
         found = tl.where((found < 0) & (hit < size), hit.to(tl.int64), found)

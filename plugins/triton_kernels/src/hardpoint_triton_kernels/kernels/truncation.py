@@ -49,7 +49,8 @@ def _three_masses(
         key = _ordered(x)
         weight = tl.where(inside & (key >= low), 1.0, 0.0)
         if BY_MASS:
-            weight = weight * tl.exp(x - peak)
+            # Infinity less itself would be no number.
+            weight = weight * tl.where(x == peak, 1.0, tl.exp(x - peak))
         one += tl.where(key >= first, weight, 0.0)
         two += tl.where(key >= first + step, weight, 0.0)
         three += tl.where(key >= first + step + step, weight, 0.0)
