@@ -42,25 +42,36 @@ def suite_of(backend: Callable[[], GraphBackend]) -> type[FakeSuite]:
     return Suite
 
 
-class Eager(FakeGraph[Any]):
-    """Runs the call anew each time, with whatever the host decides by then."""
+class Other(FakeGraphBackend):
+    """Makes recordings of the class ``recording``, which know the call they were made from."""
 
+    recording: type[Recording]
+
+    def capture(self, run: Run, inputs: Inputs, pool: Any) -> FakeGraph[Any]:
+        graph = super().capture(run, inputs, pool)
+        graph.__class__ = self.recording
+        assert isinstance(graph, Recording)
+        graph.run = run
+        return graph
+
+
+class Recording(FakeGraph[Any]):
     run: Run
+
+
+class Eager(Recording):
+    """Runs the call anew each time, with whatever the host decides by then."""
 
     def replay(self) -> None:
         super().replay()
         self.run()
 
 
-class CallsAgain(FakeGraphBackend):
-    def capture(self, run: Run, inputs: Inputs, pool: Any) -> FakeGraph[Any]:
-        graph = super().capture(run, inputs, pool)
-        graph.__class__ = Eager
-        graph.run = run  # type: ignore[attr-defined]
-        return graph
+class CallsAgain(Other):
+    recording = Eager
 
 
-class Moving(FakeGraph[Any]):
+class Moving(Recording):
     def replay(self) -> None:
         super().replay()
         if isinstance(self.output, dict):
@@ -68,11 +79,8 @@ class Moving(FakeGraph[Any]):
             self.output["hidden"] = self.output["hidden"].clone()
 
 
-class MovesResults(FakeGraphBackend):
-    def capture(self, run: Run, inputs: Inputs, pool: Any) -> FakeGraph[Any]:
-        graph = super().capture(run, inputs, pool)
-        graph.__class__ = Moving
-        return graph
+class MovesResults(Other):
+    recording = Moving
 
 
 class CopiesInputs(FakeGraphBackend):
@@ -162,30 +170,24 @@ class Waits(FakeGraphBackend):
             return FakeGraph([], inputs, run(), 0, pool)
 
 
-class Undying(FakeGraph[Any]):
+class Undying(Recording):
     def release(self) -> None:
         pass
 
 
-class NeverReleases(FakeGraphBackend):
-    def capture(self, run: Run, inputs: Inputs, pool: Any) -> FakeGraph[Any]:
-        graph = super().capture(run, inputs, pool)
-        graph.__class__ = Undying
-        return graph
+class NeverReleases(Other):
+    recording = Undying
 
 
-class Fragile(FakeGraph[Any]):
+class Fragile(Recording):
     def release(self) -> None:
         if self._released:
             raise RuntimeError("released already")
         super().release()
 
 
-class ReleasesOnce(FakeGraphBackend):
-    def capture(self, run: Run, inputs: Inputs, pool: Any) -> FakeGraph[Any]:
-        graph = super().capture(run, inputs, pool)
-        graph.__class__ = Fragile
-        return graph
+class ReleasesOnce(Other):
+    recording = Fragile
 
 
 class Leaks(FakeGraphBackend):
