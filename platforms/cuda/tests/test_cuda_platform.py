@@ -149,27 +149,26 @@ class TestDecisions:
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-LISTS: Mapping[tuple[int, int] | None, tuple[str, str]] = {
-    None: ("triton", "triton"),
-    (6, 1): ("torch_reference", "torch_reference"),
-    (7, 0): ("triton", "triton"),
-    (7, 5): ("triton", "triton"),
-    (8, 0): ("flash_attn", "triton"),
-    (8, 9): ("flash_attn", "triton"),
-    (9, 0): ("flash_attn", "flashinfer"),
-    (10, 0): ("flashinfer", "flashinfer"),
-    (10, 3): ("flashinfer", "flashinfer"),
-    (12, 0): ("flash_attn", "flashinfer"),
+LISTS: Mapping[tuple[int, int] | None, str] = {
+    None: "triton",
+    (6, 1): "torch_reference",
+    (7, 0): "triton",
+    (7, 5): "triton",
+    (8, 0): "flash_attn",
+    (8, 9): "flash_attn",
+    (9, 0): "flash_attn",
+    (10, 0): "flashinfer",
+    (10, 3): "flashinfer",
+    (12, 0): "flash_attn",
 }
 
 
 @pytest.mark.parametrize("capability", LISTS)
 def test_attention_by_capability(capability: tuple[int, int] | None) -> None:
-    plain, latent = attention_priorities(capability), attention_priorities(capability, uses_mla=True)
-    assert (plain[0], latent[0]) == LISTS[capability]
-    for names in (plain, latent):
-        assert names[-1] == "torch_reference", "the one that needs nothing but the framework"
-        assert len(set(names)) == len(names)
+    names = attention_priorities(capability)
+    assert names[0] == LISTS[capability]
+    assert names[-1] == "torch_reference", "the one that needs nothing but the framework"
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -133,18 +133,17 @@ class TestDecisions:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "plain", "latent"),
+    ("architecture", "names"),
     [
-        ("gfx942", ("triton", "flash_attn", "torch_reference"), ("triton", "torch_reference")),
-        ("gfx950:sramecc+:xnack-", ("triton", "flash_attn", "torch_reference"), ("triton", "torch_reference")),
-        ("gfx90a", ("triton", "flash_attn", "torch_reference"), ("triton", "torch_reference")),
-        ("gfx1100", ("triton", "torch_reference"), ("triton", "torch_reference")),
-        ("", ("triton", "torch_reference"), ("triton", "torch_reference")),
+        ("gfx942", ("triton", "flash_attn", "torch_reference")),
+        ("gfx950:sramecc+:xnack-", ("triton", "flash_attn", "torch_reference")),
+        ("gfx90a", ("triton", "flash_attn", "torch_reference")),
+        ("gfx1100", ("triton", "torch_reference")),
+        ("", ("triton", "torch_reference")),
     ],
 )
-def test_attention_by_architecture(architecture: str, plain: tuple[str, ...], latent: tuple[str, ...]) -> None:
-    assert attention_priorities(architecture) == plain
-    assert attention_priorities(architecture, uses_mla=True) == latent
+def test_attention_by_architecture(architecture: str, names: tuple[str, ...]) -> None:
+    assert attention_priorities(architecture) == names
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def need(device: DeviceDescription = H100, **changes: Any) -> AttentionNeed:
 
 
 FP8 = {"kv_cache_dtype": "fp8"}
+WINDOWED_ENCODER = {"kind": AttentionKind.ENCODER_ONLY, "sliding_window": 64}
 
 REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
     ("R5.10", need(dtype="float32"), ALL, "dtype float32"),
@@ -99,6 +100,10 @@ REFUSED: list[tuple[str, AttentionNeed, InstalledKernels, str]] = [
         ALL,
         "are a decoder's",
     ),
+    ("R5.61", need(B200, head_size=256, **WINDOWED_ENCODER), installed(4), "install flash-attn"),
+    ("R5.61", need(B200, head_size=256, uses_sinks=True, **WINDOWED_ENCODER), ALL, "2, which has no attention sinks"),
+    ("R5.12", need(B200, sliding_window=4, chunk_size=8), ALL, "a sliding window within chunks"),
+    ("R5.12", need(B200, keeps_prompt=True, chunk_size=8), ALL, "contradicts attention in chunks"),
     ("R5.14", need(H100, head_size=72, **FP8), ALL, "heads of a multiple of 16 entries"),
     ("R5.14", need(B200, head_size=120, **FP8), ALL, "heads of a multiple of 16 entries"),
     ("R5.12", need(H100), installed(), "generation 3 is not installed (flash-attn-3)"),
@@ -128,6 +133,9 @@ RESOLVED: list[tuple[AttentionNeed, InstalledKernels, int]] = [
     (need(H100, per_head_scales=True, **FP8), ALL, 3),
     (need(H100, head_size=80, **FP8), ALL, 3),
     (need(H100, head_size=72), ALL, 3),
+    (need(B200, head_size=256, **WINDOWED_ENCODER), installed(2, 4), 4),
+    (need(B200, head_size=256, **WINDOWED_ENCODER, **FP8), installed(2, 4), 4),
+    (need(B200, head_size=128, uses_sinks=True, **WINDOWED_ENCODER), installed(4), 4),
     (need(H100, batch_invariant=True), ALL, 3),
 ]
 

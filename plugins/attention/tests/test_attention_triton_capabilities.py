@@ -77,6 +77,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "latents by head": ({"uses_mla": True}, "one latent"),
     "latents of an encoder": ({"uses_mla": True, "num_kv_heads": 1, "kind": AttentionKind.ENCODER}, "reads a cache"),
     "windows across": ({"kind": AttentionKind.ENCODER_DECODER, "sliding_window": 4}, "cross-attention"),
+    "causality by row across": ({"kind": AttentionKind.ENCODER_DECODER, "uses_row_causality": True}, "see all keys"),
+    "prompts in chunks": ({"keeps_prompt": True, "sliding_window": 4, "chunk_size": 8}, "contradicts"),
     "prompts without a window": ({"keeps_prompt": True}, "there is none"),
     "prompts of an encoder": (
         {"keeps_prompt": True, "sliding_window": 4, "kind": AttentionKind.ENCODER},

@@ -27,25 +27,22 @@ _QUANTIZATION: Sequence[tuple[Capability, tuple[str, ...]]] = (
 )
 
 
-def attention_priorities(capability: Capability | None, *, uses_mla: bool = False) -> tuple[str, ...]:
+def attention_priorities(capability: Capability | None) -> tuple[str, ...]:
     """Attention backends to try, the best first; None stands for a device that cannot be asked.
 
     - 10.x: FlashInfer carries the generation's own kernels for plain attention.
     - 9.x and 8.x: FlashAttention leads (its third generation on 9.0).
     - older: its packages do not run there, and Triton compiles from 7.0 on.
-    - latent attention (MLA): FlashInfer where it runs, then Triton.
     - 12.x has tensor cores of 8.x's kind with less shared memory than 10.x, and takes 8.x's order.
 
-    Every list ends with the reference, which needs nothing but the framework.
+    Every list ends with the reference, which needs nothing but the framework. What a layer asks for beside the device
+    changes no order: backends refuse what they cannot do, as all before Triton do latent attention (MLA).
     """
     if capability is None or capability < _OLDEST_COMPILED:
         return (_TRITON, _REFERENCE) if capability is None else (_REFERENCE,)
     if capability < _OLDEST_TENSOR_KERNELS:
         return (_TRITON, _REFERENCE)
-    is_blackwell = capability[0] in (10, 11)
-    if uses_mla:
-        return (_FLASHINFER, _TRITON, _REFERENCE) if capability >= (9, 0) else (_TRITON, _FLASHINFER, _REFERENCE)
-    if is_blackwell:
+    if capability[0] in (10, 11):
         return (_FLASHINFER, _TRITON, _FLASH, _REFERENCE)
     return (_FLASH, _FLASHINFER, _TRITON, _REFERENCE)
 

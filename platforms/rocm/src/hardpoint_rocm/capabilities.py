@@ -13,13 +13,13 @@ _FP8 = {"gfx940": "fp8_fnuz", "gfx941": "fp8_fnuz", "gfx942": "fp8_fnuz", "gfx95
 """Two encodings: that of gfx94x has no infinities, no negative zero, and half the range of the usual one."""
 
 
-def attention_priorities(architecture: str, *, uses_mla: bool = False) -> tuple[str, ...]:
+def attention_priorities(architecture: str) -> tuple[str, ...]:
     """Attention backends to try, the best first; an empty text stands for a device that cannot be asked.
 
-    FlashAttention's packages for ROCm cover data-center devices and no latent attention (MLA); Triton runs on all.
+    FlashAttention's packages for ROCm cover data-center devices; Triton runs on all.
     """
     name = _plain(architecture)
-    if name in _FLASH_KERNELS and not uses_mla:
+    if name in _FLASH_KERNELS:
         return (_TRITON, _FLASH, _REFERENCE)
     return (_TRITON, _REFERENCE)
 

@@ -14,7 +14,6 @@ from hardpoint.errors import ConfigError
 from hardpoint.interfaces.attention import (
     AttentionBackend,
     AttentionImpl,
-    AttentionKind,
     AttentionLayerParams,
     AttentionMetadataBuilder,
     AttentionNeed,
@@ -111,9 +110,7 @@ class FlashBackend(AttentionBackend):
         return FlashImpl(params, kernels)
 
     def _encoder_generation(self, params: AttentionLayerParams, need: AttentionNeed, generation: int) -> int:
-        """R5.61: windows over an encoder's own keys are beyond the kernel for heads of 256 entries."""
-        is_encoder = params.kind is not AttentionKind.DECODER and params.sliding_window is not None
-        if not is_encoder or not capabilities.is_head_256_path(need, generation):
+        if not capabilities.needs_generation_2(need, generation):
             return generation
         if 2 not in self.surroundings.installed.versions:
             raise ValueError(

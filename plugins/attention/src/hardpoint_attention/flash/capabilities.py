@@ -8,7 +8,7 @@ imports one of these packages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardpoint.interfaces.attention import AttentionKind, AttentionNeed, BlockSizeRule
 from hardpoint.interfaces.platform import DeviceDescription
@@ -21,6 +21,7 @@ __all__ = [
     "Resolution",
     "block_sizes",
     "is_head_256_path",
+    "needs_generation_2",
     "preferred_generations",
     "refuse",
     "resolve",
@@ -86,6 +87,8 @@ def refuse(need: AttentionNeed, installed: InstalledKernels) -> str | None:
     resolution = resolve(need, installed)
     if resolution.generation is None:
         return resolution.reason
+    if (fault := _encoder_fault(need, resolution.generation, installed)) is not None:
+        return fault
     rule_of_blocks = block_sizes(need, installed)
     if need.block_size is not None and not _splits(need.block_size, rule_of_blocks):
         return (
@@ -123,6 +126,24 @@ def block_sizes(need: AttentionNeed, installed: InstalledKernels) -> BlockSizeRu
 def is_head_256_path(need: AttentionNeed, generation: int | None) -> bool:
     """Whether the kernel made for heads of 256 entries would run: generation 4 on Blackwell."""
     return generation == 4 and need.head_size == 256 and _major(need) in (10, 11)
+
+
+def needs_generation_2(need: AttentionNeed, generation: int) -> bool:
+    """R5.61: windows over an encoder's own keys are beyond the kernel for heads of 256 entries."""
+    is_encoder = need.kind is not AttentionKind.DECODER and need.sliding_window is not None
+    return is_encoder and is_head_256_path(need, generation)
+
+
+def _encoder_fault(need: AttentionNeed, generation: int, installed: InstalledKernels) -> str | None:
+    """Why generation 2 cannot stand in for ``generation`` where it would have to, or None."""
+    if not needs_generation_2(need, generation):
+        return None
+    what = "windows over an encoder's keys in heads of 256 entries run on generation 2"
+    if 2 not in installed.versions:
+        return f"{what}, which is not installed; install {PACKAGES[2]} beside it"
+    # An encoder reads no cache, whatever that is stored as.
+    fault = _generation_fault(replace(need, kv_cache_dtype="auto"), 2)
+    return None if fault is None else f"{what}, which {fault}"
 
 
 def _major(need: AttentionNeed) -> int | None:
@@ -208,6 +229,8 @@ def _feature_rule(need: AttentionNeed) -> str | None:
         return "an 8-bit cache together with multimodal prefixes is left to the Triton backend on this device"
     if need.chunk_size is not None and need.sliding_window is not None:
         return "a sliding window within chunks is not supported"
+    if need.keeps_prompt and need.chunk_size is not None:
+        return "a prompt that stays visible (keeps_prompt) contradicts attention in chunks (chunk_size)"
     if need.dcp_size > 1 and (need.sliding_window is not None or need.chunk_size is not None or need.uses_mm_prefix):
         return "a cache that is dealt out among ranks has no windows, chunks or multimodal prefixes"
     if need.dcp_size > 1 and _fp8(need):

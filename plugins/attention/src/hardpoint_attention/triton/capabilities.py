@@ -81,8 +81,12 @@ def _refuse_masks(need: AttentionNeed) -> str | None:
     """Windows, chunks, ranges and the like are one predicate, so that any of them go together, with few exceptions."""
     if need.kind is AttentionKind.ENCODER_DECODER and (need.sliding_window or need.chunk_size or need.uses_alibi):
         return "queries of cross-attention have no place among its keys that windows, chunks or ALiBi could count from"
+    if need.kind is AttentionKind.ENCODER_DECODER and need.uses_row_causality:
+        return "queries of cross-attention see all keys, so that rows cannot differ in causality"
     if need.keeps_prompt and need.sliding_window is None:
         return "keeping the prompt means beside a sliding window; there is none"
     if need.keeps_prompt and need.kind is not AttentionKind.DECODER:
         return f"keeping the prompt beside a window is for decoders, not for attention kind {need.kind.value}"
+    if need.keeps_prompt and need.chunk_size is not None:
+        return "a prompt that stays visible (keeps_prompt) contradicts attention in chunks (chunk_size)"
     return None
