@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.custom_op import CustomOperator, CustomOps
 from hardpoint_testing_torch import make_problem
 from hardpoint_testing_torch.attention_shape import AttentionShape
 from hardpoint_testing_torch.gpu_bench.__main__ import describe, main, measure, write_page
 from hardpoint_testing_torch.gpu_bench.attention import largest_error, needed_bytes, needed_flops, plain_seconds
 from hardpoint_testing_torch.gpu_bench.generation import measure_generation
 from hardpoint_testing_torch.gpu_bench.measure import measure_roof, num_bytes, seconds_per_call
+from hardpoint_testing_torch.gpu_bench.operator_problems import PROBLEMS, OperatorProblem
+from hardpoint_testing_torch.gpu_bench.operators import measure_operators, operator_error
 from hardpoint_testing_torch.gpu_bench.records import Generation, KernelRow, Machine, Result, Roof, Scale, Skipped
 from hardpoint_testing_torch.gpu_bench.report import page, summary
 from hardpoint_testing_torch.plain_attention import PlainAttentionBackend
@@ -136,6 +140,44 @@ def test_time_and_roof_are_positive() -> None:
     assert num_bytes(torch.zeros(3), None, 5, torch.zeros(2, dtype=torch.int8)) == 14
     problem = make_problem(AttentionShape(), [(5, 1), (2, 3)])
     assert plain_seconds(problem, CPU, Scale.tiny()) > 0
+
+
+def doubled(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_operators_are_held_to_what_they_should_compute() -> None:
+    """Results and arguments written to; of what nobody knows, or nothing here can run, it says so."""
+
+    def operator(name: str, run: Callable[..., Any], device: str = "cpu") -> CustomOperator:
+        return CustomOperator(name, {device: run}, run, lambda device: [(torch.ones(2, 3), torch.tensor([1]))])
+
+    known = operator("zero_blocks", PROBLEMS["zero_blocks"].plain)
+    wrong = operator("zero_blocks", lambda cache, blocks: None)
+    unknown, absent = operator("double", doubled), operator("copy_blocks", doubled, "cuda")
+    ops = CustomOps((known, wrong, unknown, absent))
+    rows = list(measure_operators("made up", CPU, torch.float32, Scale.tiny(), ops))
+    assert [row.is_right for row in rows if isinstance(row, KernelRow)] == [True, False]
+    assert [(row.name, row.reason) for row in rows if isinstance(row, Skipped)] == [
+        ("double", "no plain computation of the same is known"),
+        ("copy_blocks", "it has no implementation for cpu"),
+    ]
+    (missing,) = measure_operators("no_such_plugin", CPU, torch.float32, Scale.tiny())
+    assert isinstance(missing, Skipped)
+    assert operator_error(lambda x: x.clone(), OperatorProblem(torch.zeros_like, _none), (torch.ones(1),)) == 1.0
+
+
+def _none(*arguments: Any) -> tuple[Any, ...]:
+    return ()
+
+
+@pytest.mark.slow
+def test_all_of_tritons_operators_are_measured() -> None:
+    """On samples they agree with what is computed here in another way, for whole batches at once."""
+    pytest.importorskip("triton")
+    rows = list(measure_operators("triton_ops", CPU, torch.float32, Scale.tiny()))
+    assert {row.name for row in rows if isinstance(row, KernelRow) and row.is_right} == set(PROBLEMS)
+    assert {row.name for row in rows if isinstance(row, KernelRow) and row.flops} == {"fused_moe"}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hardpoint_testing_torch.gpu_bench.attention import attention_cases, create_
 from hardpoint_testing_torch.gpu_bench.generation import measure_generation
 from hardpoint_testing_torch.gpu_bench.kernels import measure_override
 from hardpoint_testing_torch.gpu_bench.measure import measure_roof
+from hardpoint_testing_torch.gpu_bench.operators import measure_operators
 from hardpoint_testing_torch.gpu_bench.records import Generation, KernelRow, Machine, Result, Scale, Skipped
 from hardpoint_testing_torch.gpu_bench.report import page, summary
 
@@ -67,6 +68,9 @@ def measure(
     for name in sorted(_names("kernel_override")):
         print(name, file=sys.stderr)
         rows.append(measure_override(name, device, dtype, scale))
+    for name in sorted(_names("custom_op")):
+        print(name, file=sys.stderr)
+        rows += measure_operators(name, device, dtype, scale)
     generation: list[Generation] = []
     skipped = [row for row in rows if isinstance(row, Skipped)]
     if model is not None:
