@@ -16,6 +16,9 @@ from flash_double import KeyRow, Recorded, Seen, attend, fresh_rows
 
 __all__ = ["FlashInferDouble"]
 
+NO_KEYS = -5e4
+"""The package's stand-in for minus infinity, to base 2: what it says of a query that saw no key."""
+
 
 @dataclass(slots=True)
 class FlashInferDouble:
@@ -91,8 +94,8 @@ class _Wrapper:
         result, lse = attend(q, rows, options["sm_scale"], seen, options.get("logits_soft_cap") or 0.0)
         if out is not None:
             result = out.copy_(result)
-        natural = torch.where(lse == torch.inf, -torch.inf, lse)
-        return (result, natural.t() / math.log(2.0)) if return_lse else result
+        binary = torch.where(lse == torch.inf, NO_KEYS, lse / math.log(2.0))
+        return (result, binary.t()) if return_lse else result
 
 
 class _Paged(_Wrapper):

@@ -19,6 +19,9 @@ from hardpoint_attention.flashinfer.steps import Step
 __all__ = ["FlashInferImpl", "plan_key"]
 
 LN2 = math.log(2.0)
+LEAST_BINARY = -4e4
+"""Log-sum-exps below are the package's finite stand-in for minus infinity: of queries that saw no key. No score comes
+near."""
 
 
 def plan_key(params: AttentionLayerParams) -> PlanKey:
@@ -128,7 +131,7 @@ class FlashInferImpl(AttentionImpl):
             wrapper.run(*arguments, out=output)
         else:
             _, binary = wrapper.run(*arguments, out=output, return_lse=True)
-            natural = binary * LN2
+            natural = torch.where(binary < LEAST_BINARY, -torch.inf, binary * LN2)
             if sinks is not None:
                 total = torch.logaddexp(natural, sinks.float())
                 output.mul_(torch.exp(natural - total).unsqueeze(-1))
