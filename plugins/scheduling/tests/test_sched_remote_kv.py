@@ -470,6 +470,29 @@ def test_loads_leave_one_another_what_they_need() -> None:
     assert loop.tokens("b") == expected([*range(40, 64)], 1)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_what_has_arrived_goes_ahead_where_its_blocks_are_all_there_are(max_num_seqs: int) -> None:
+    """I3.5: the more urgent request grows into less than it needs, gives its blocks up, and would for ever do so again."""
+    store = Store()
+    loop = loop_with(
+        store,
+        num_blocks=8,
+        prefix_caching=False,
+        max_num_batched_tokens=3,
+        max_num_seqs=max_num_seqs,
+        create=create_priority,
+    )
+    loop.scheduler.add(request("far", range(3, 19), max_tokens=1, priority=2))
+    loop.step()
+    store.finish("far")
+    store.num_tokens = 0
+    loop.scheduler.add(request("near", range(40, 55), max_tokens=1, priority=0))
+    loop.run()
+    assert loop.tokens("near") == expected([*range(40, 55)], 1)
+    assert loop.tokens("far") == expected([*range(3, 19)], 1)
+    assert loop.scheduler.stats().num_preemptions <= 3
+
+
 def test_the_watermark_and_the_whole_sequence_count_for_loads_too() -> None:
     """R3.73, R3.74."""
     store = Store(num_tokens=4)

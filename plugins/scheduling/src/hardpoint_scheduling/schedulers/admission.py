@@ -94,8 +94,17 @@ class Admission:
             self._use_what_arrived(plan)
         state.running.extend(plan.admitted)
 
+    def run_short(self, plan: StepPlan) -> None:
+        """Blocks are short among those that run, so that nobody is admitted in turn. Where the last one of these had to
+        give up its own it would come back, find as few, and give up again."""
+        state = self._state
+        if state.running.requests or state.pause is PauseMode.ALL or plan.defers_prefills:
+            return
+        self._use_what_arrived(plan)
+        state.running.extend(plan.admitted)
+
     def _use_what_arrived(self, plan: StepPlan) -> None:
-        """Nobody runs, and the head of the queues finds no blocks: they are held by requests whose loads have ended.
+        """Nobody runs, and blocks are short: they are held by requests whose loads have ended.
 
         One of these goes ahead of its turn, since its blocks are all it needs. New ones that a pause keeps out give
         them back instead, for those that ran before.

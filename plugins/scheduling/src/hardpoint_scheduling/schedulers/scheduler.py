@@ -83,8 +83,7 @@ class BatchScheduler(Scheduler):
         if state.charges:
             for request, num_tokens in zip(plan.rows, plan.counts.tolist(), strict=True):
                 state.policy.on_scheduled(request, num_tokens)
-        if not lacking:
-            self._admission.run(plan)
+        (self._admission.run_short if lacking else self._admission.run)(plan)
         step = plan.build(
             state.table,
             _drained(state.finished_slots),
