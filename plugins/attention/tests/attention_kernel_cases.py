@@ -52,9 +52,10 @@ DTYPES = {2: ("bf16", "fp16"), 4: ("fp32",)}
 COMPUTE = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 CAST = {"bf16": "fp32", "fp16": "bf16", "fp32": "bf16"}
 """A cache's dtype where it is none of the layer's."""
-SPILL_BUDGET, RARER_BUDGET = 16, 32
+SPILL_BUDGET, RARER_BUDGET, SCALED_BUDGET = 16, 32, 48
 """Bytes: a few values that live through the whole loop over keys, and are read once behind it. More of them where more
-than plain attention is asked for, for which tiles are not made smaller."""
+than plain attention is asked for, for which tiles are not made smaller, and most where values get their digits back by
+scales of their own."""
 
 
 def tensor(dtype: str, dimensions: int) -> tuple[Any, ...]:
@@ -191,8 +192,14 @@ def attend_case(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         targets=targets,
-        spill_budget=SPILL_BUDGET if variant == Variant() else RARER_BUDGET,
+        spill_budget=_budget(variant),
     )
+
+
+def _budget(variant: Variant) -> int:
+    if variant.stored == "i8":
+        return SCALED_BUDGET
+    return SPILL_BUDGET if variant == Variant() else RARER_BUDGET
 
 
 def tables() -> list[tuple[Mapping[Any, TileConfig], list[str]]]:

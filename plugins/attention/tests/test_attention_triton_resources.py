@@ -31,7 +31,7 @@ def test_no_row_of_the_table_exceeds_its_budget_or_its_device() -> None:
     rows = ResourceTable.read(TABLE).rows
     for case in load_cases(CASES):
         for name, row in rows[case.name].items():
-            assert row.spill_bytes <= case.spill_budget <= 32, (case.name, name)
+            assert row.spill_bytes <= case.spill_budget <= 48, (case.name, name)
             assert row.shared_bytes <= TARGETS[name].shared_limit, (case.name, name)
             if case.name.startswith("attend[plain"):
                 assert case.spill_budget <= 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from hardpoint_attention.triton import TritonBackend
+from hardpoint_attention.triton import TritonBackend, launch
 from hardpoint_attention.triton.kernels.scores import LOG2_E, hyperbolic_tangent, shape_scores
 from hardpoint_testing_torch import AttentionShape, dense_attention, make_problem, run_backend
 
@@ -70,3 +72,22 @@ def test_a_layer_with_a_large_cap_answers_as_precisely_as_one_without() -> None:
     problem = make_problem(shape, [(17, 1), (3, 2)])
     found = run_backend(TritonBackend(), problem).double()
     torch.testing.assert_close(found, dense_attention(problem)[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.01, 1e-4])
+def test_small_values_of_an_8_bit_cache_keep_their_digits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5.47: multiplied in float16, as devices do, where a first key has nearly all the weight and a thousand others,
+    with scales far below one, have the rest."""
+    monkeypatch.setattr(launch, "_compute", lambda query: tl.float16)
+    shape = AttentionShape(
+        num_heads=2, num_kv_heads=1, head_size=16, dtype=torch.float16, kv_cache_dtype="int8_per_token_head"
+    )
+    problem = make_problem(shape, [(1000, 1)])
+    keys, values = (states.float() for states in problem.history[0])
+    keys, values = 0.05 * keys, size * (0.5 + 0.2 * values.abs())
+    keys[0], values[0] = 2.0, 0.0
+    history = ((keys.half(), values.half()),)
+    problem = replace(problem, query=torch.ones_like(problem.query), history=history)
+    expected = dense_attention(problem)[0]
+    found = run_backend(TritonBackend(), problem).double()
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-3

@@ -159,8 +159,7 @@ def _values(
 
 
 @triton.jit
-def _by_token(
-    values: tl.tensor,
+def _token_scales(
     scales: tl.tensor,
     which: tl.constexpr,
     position: tl.tensor,
@@ -170,11 +169,9 @@ def _by_token(
     rows: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """[M, N] times the scales [N] that lie behind each head and token, if there are any: 0 keys', 1 values'."""
-    if scales is not None:
-        place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE) + which * scales[4]
-        values *= tl.load(scales[0] + place, mask=is_read, other=0.0)[None, :]
-    return values
+    """[N] that lie behind each head and token: 0 keys', 1 values'."""
+    place = _places(scales, position, is_read, kv_head, row, rows, BLOCK_SIZE) + which * scales[4]
+    return tl.load(scales[0] + place, mask=is_read, other=0.0)
 
 
 @triton.jit
@@ -292,13 +289,16 @@ def attend(
         place = _places(states[0], key, is_read, kv_head, row, rows, BLOCK_SIZE)
         keys = _states(states[0], place, is_read, 0, VALUES, PAD)
         scores = _products(main, rest, keys, states[0], place, is_read, VALUES, SIZE, REST, COMPUTE)
-        scores = _by_token(scores, states[2], 0, key, is_read, kv_head, row, rows, BLOCK_SIZE)
+        if states[2] is not None:
+            scores *= _token_scales(states[2], 0, key, is_read, kv_head, row, rows, BLOCK_SIZE)[None, :]
         scores = shape_scores(_by_head(scores, head_scales[0], kv_head), position, key, head, is_head, shaping)
         shown = is_visible(position, key, prompt_len, row, masks, CAUSAL, WINDOW, CHUNK, KEEPS_PROMPT, HAS_RANGES)
         scores = tl.where(shown & is_read[None, :] & in_use[:, None], scores, float("-inf"))
         weights, factor, largest, total = update_softmax(scores, largest, total)
-        weights = _by_token(weights, states[2], 1, key, is_read, kv_head, row, rows, BLOCK_SIZE)
         values = _values(keys, states[1], key, is_read, kv_head, row, rows, VALUES, PAD, BLOCK_SIZE)
+        if states[2] is not None:
+            # Not the weights: small ones times small scales would fall below float16's range, values are within it.
+            values *= _token_scales(states[2], 1, key, is_read, kv_head, row, rows, BLOCK_SIZE)[:, None]
         acc = acc * factor[:, None] + _multiply(weights, values, COMPUTE)
     result, logs = finish(_by_head(acc, head_scales[1], kv_head), largest, total)
     _store(output, lse, start + index, head, in_use, result, logs, SPLITS, VALUES, PAD)
