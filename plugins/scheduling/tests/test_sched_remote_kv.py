@@ -472,7 +472,7 @@ def test_loads_leave_one_another_what_they_need() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 def test_what_has_arrived_goes_ahead_where_its_blocks_are_all_there_are(max_num_seqs: int) -> None:
-    """I3.5: the more urgent request grows into less than it needs, gives its blocks up, and would for ever do so again."""
+    """I3.5: the more urgent request finds less than it needs, gives its blocks up, and would for ever do so again."""
     store = Store()
     loop = loop_with(
         store,
